@@ -1,0 +1,34 @@
+"""A small model on the bundled speeches, in minutes on two CPU cores.
+
+    python main.py train --config=experiments/configs/demo.py --workdir=runs/demo
+
+Hardware: any CPU; 8 virtual devices (pipe 4 x data 2), interleaved 1F1B with two chunks per rank.
+"""
+
+from llm.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluateConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    """The demo's configuration."""
+    return Config(
+        model=ModelConfig(layers=8, width=128, heads=4, kv_heads=2, vocab=2048),
+        mesh=MeshConfig(pipe=4, data=2),
+        pipeline=PipelineConfig(schedule="interleaved", chunks=2, microbatches=8),
+        batch=BatchConfig(rows=16, length=128),
+        data=DataConfig(paths=("llm/data/text",)),
+        optimizer=OptimizerConfig(name="adamw", lr=2e-3),
+        train=TrainConfig(steps=400, samples_every=200, sample_prompt="My fellow citizens, "),
+        checkpoint=CheckpointConfig(every=100, keep=2),
+        evaluate=EvaluateConfig(every=200),
+    )

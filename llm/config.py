@@ -1,0 +1,355 @@
+"""The configuration of a run: one frozen dataclass per subject; defaults, meanings and ranges stand here only.
+
+`resolved` fills what is derived (zeros and -1); `validate` refuses impossible values before anything is compiled.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from parallel.errors import UserError
+
+
+def option(default: Any, text: str, choices: tuple = (), low: float | None = None, below: float | None = None) -> Any:
+    """A dataclass field with its one-line meaning and possible values: choices, or the least and a a bound."""
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "low": low, "below": below})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder-only transformer."""
+
+    layers: int = option(4, "transformer layers", low=1)
+    width: int = option(128, "size of the residual stream", low=1)
+    heads: int = option(4, "attention heads (queries)", low=1)
+    kv_heads: int = option(0, "heads of keys and values; 0: as many as heads", low=0)
+    head_dim: int = option(0, "size of one head; 0: width / heads", low=0)
+    ffn: int = option(0, "hidden size of the MLP; 0: 4 width (gelu), 8/3 width in multiples of 8 (swiglu)", low=0)
+    vocab: int = option(1024, "vocabulary size", low=2)
+    tied: bool = option(True, "use the embedding as the output head")
+    dropout: float = option(0.0, "dropout rate of the residual branches and the embedding", low=0, below=1)
+    norm: str = option("rms", "normalisation", ("rms", "layer"))
+    norm_eps: float = option(1e-5, "added to the variance in a norm", low=0)
+    positions: str = option("rotary", "how positions enter", ("rotary", "learned"))
+    rope_theta: float = option(10000.0, "base of the rotary wavelengths", low=1)
+    max_length: int = option(1024, "longest row of a model with learned positions", low=1)
+    mlp: str = option("swiglu", "kind of MLP", ("swiglu", "gelu"))
+    bias: bool = option(False, "biases in the linear layers")
+    z_loss: float = option(0.0, "weight of the squared log-partition in the loss", low=0)
+
+    def resolved(self) -> "ModelConfig":
+        """The same model with kv_heads, head_dim and ffn filled in."""
+        ffn = 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // 24) * 8
+        return dataclasses.replace(
+            self,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim or self.width // max(self.heads, 1),
+            ffn=self.ffn or ffn,
+        )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices per axis, outermost first."""
+
+    replica: int = option(1, "plain data parallelism")
+    data: int = option(1, "data parallelism that shares the optimiser state (with zero=1)")
+    pipe: int = option(1, "pipeline stages")
+    context: int = option(1, "context parallelism (1 for now)")
+    expert: int = option(1, "expert parallelism (1 for now)")
+    tensor: int = option(1, "tensor parallelism; -1 in one axis takes the devices that are left")
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return dataclasses.asdict(self)
+
+    def resolved(self, devices: int | None) -> "MeshConfig":
+        """The mesh with its -1 axis, if any, replaced by what is left of `devices`. Raises UserError."""
+        sizes = self.sizes()
+        free = [axis for axis, size in sizes.items() if size == -1]
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise UserError(
+                    f"mesh.{axis}={size}: an axis is a positive number, or -1 for the devices that are left"
+                )
+        if not free:
+            return self
+        if len(free) > 1:
+            raise UserError(
+                f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one can take the devices that are left"
+            )
+        rest = math.prod(size for size in sizes.values() if size != -1)
+        if devices is None:
+            raise UserError(
+                f"mesh.{free[0]}=-1 takes the devices that are left, and nothing says how many there are: "
+                f"add --devices=N with N a multiple of {rest}"
+            )
+        if devices % rest:
+            raise UserError(
+                f"mesh.{free[0]}=-1 with {devices} devices: the other axes multiply to {rest}, "
+                f"which does not divide {devices}"
+            )
+        return dataclasses.replace(self, **{free[0]: devices // rest})
+
+    @property
+    def product(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes().values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Over how many groups of devices the rows of a batch are split."""
+        return self.replica * self.data * self.expert
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How layers and microbatches are scheduled."""
+
+    schedule: str = option("interleaved", "name of the schedule (python main.py schedule --list)")
+    chunks: int = option(0, "model chunks per pipeline rank; 0: the schedule's own", low=0)
+    group: int = option(0, "microbatches per round of an interleaved schedule; 0: the schedule's own", low=0)
+    microbatches: int = option(0, "per step; 0: 2 pipe (1 without a pipeline), fewer if the rows ask for it", low=0)
+    idle: str = option("auto", "idle slots; auto: skip on a CPU, compute on a GPU", ("auto", "skip", "compute"))
+    remat: str = option("selective", "what the backward computes again", ("none", "selective", "full"))
+    layers_per_chunk: tuple[int, ...] = option((), "layers of each chunk in the order of the model; empty: even")
+    backward: str = option("auto", "input and weight gradients in one action or two", ("auto", "whole", "split"))
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The global batch."""
+
+    rows: int = option(16, "rows of the global batch", low=1)
+    length: int = option(128, "tokens per row", low=2)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text."""
+
+    paths: tuple[str, ...] = option((), "text and JSONL files, folders or glob patterns")
+    held_out: str = option(
+        "0.1", "documents kept for evaluation: a count, a fraction or patterns on names; empty: none"
+    )
+    tokenizer: str = option("", "tokenizer.json to use; empty: train one with model.vocab entries")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimiser and learning rate."""
+
+    name: str = option("adamw", "optimiser", ("adamw", "muon", "sgd"))
+    lr: float = option(1e-3, "peak learning rate", low=0)
+    weight_decay: float = option(0.1, "decay of the weight matrices (not of norms, biases, embeddings)", low=0)
+    clip: float = option(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    warmup: int = option(20, "steps of linear warm-up", low=0)
+    decay: str = option("cosine", "after the warm-up", ("cosine", "wsd", "constant"))
+    final: float = option(0.1, "learning rate of the last step as a share of the peak", low=0)
+    stable: float = option(0.8, "wsd: share of the steps before the decay", low=0)
+    b1: float = option(0.9, "Adam: decay of the first moment", low=0, below=1)
+    b2: float = option(0.95, "Adam: decay of the second moment", low=0, below=1)
+    eps: float = option(1e-8, "Adam: added to the denominator", low=0)
+    momentum: float = option(0.95, "momentum of muon and sgd", low=0, below=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length and precision of the run."""
+
+    steps: int = option(100, "updates of the run", low=1)
+    seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
+    dtype: str = option("float32", "compute precision; parameters and sums stay float32", ("float32", "bfloat16"))
+    samples_every: int = option(0, "write a sample of text every N steps; 0: never", low=0)
+    sample_prompt: str = option("The ", "start of the samples")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving."""
+
+    every: int = option(100, "save every N steps, and at the end; 0: only at the end", low=0)
+    keep: int = option(2, "newest checkpoints to keep", low=1)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Evaluation while training."""
+
+    every: int = option(0, "held-out loss every N steps; 0: never", low=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    batch: BatchConfig = BatchConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    zero: int = option(1, "ZeRO stage over mesh.data: 1 shares out the optimiser state", (0, 1))
+    profile: str = option("", "START:STOP writes a profiler trace of these steps; empty: off")
+    wandb: str = option("", "Weights & Biases project to log to; empty: off")
+
+    def resolved(self, device_count: int | None = None) -> "Config":
+        """The same run with every derived number filled in (mesh -1, head sizes, microbatches).
+
+        What depends on the machine or the schedule (idle=auto, chunks, group) stays as asked.
+        """
+        mesh = self.mesh.resolved(device_count)
+        wanted = self.pipeline.microbatches or (2 * mesh.pipe if mesh.pipe > 1 else 1)
+        if not self.pipeline.microbatches and self.batch.rows % mesh.batch_shards == 0:
+            shard = self.batch.rows // mesh.batch_shards
+            wanted = max((m for m in range(1, wanted + 1) if shard % m == 0), default=1)
+        return dataclasses.replace(
+            self,
+            model=self.model.resolved(),
+            mesh=mesh,
+            pipeline=dataclasses.replace(self.pipeline, microbatches=wanted),
+        )
+
+    def profile_range(self) -> tuple[int, int] | None:
+        """First and last step of the profiler trace, or None. Raises UserError."""
+        if not self.profile:
+            return None
+        start, colon, stop = self.profile.partition(":")
+        if not (colon and start.isdigit() and stop.isdigit() and 0 < int(start) <= int(stop)):
+            raise UserError(
+                f"profile={self.profile}: expected START:STOP, the first and last step to trace, such as 10:12"
+            )
+        return int(start), int(stop)
+
+    def validate(self, device_count: int | None = None) -> "Config":
+        """Check everything that can be known before compiling and return the resolved configuration.
+
+        device_count: how many devices there are; None skips that check. Raises UserError, naming what would fit.
+        """
+        check_fields(self)
+        config = self.resolved(device_count)
+        model, mesh, rows = config.model, config.mesh, config.batch.rows
+        for axis in ("context", "expert"):
+            if getattr(mesh, axis) != 1:
+                raise UserError(f"mesh.{axis}={getattr(mesh, axis)} is not possible yet: set mesh.{axis}=1")
+        if device_count is not None and mesh.product != device_count:
+            asked = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1) or "1"
+            raise UserError(
+                f"the mesh ({asked}) needs {mesh.product} devices and there are {device_count}: "
+                "change an axis (or set one to -1), or the number of devices"
+            )
+        if not self.model.head_dim and model.width % model.heads:
+            raise UserError(
+                f"model.width={model.width} is not divisible by model.heads={model.heads}: "
+                f"heads that fit are {_list(_divisors(model.width))}, or set model.head_dim"
+            )
+        if model.heads % model.kv_heads:
+            raise UserError(
+                f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}: "
+                f"kv_heads that fit are {_list(_divisors(model.heads))}"
+            )
+        if model.positions == "rotary" and model.head_dim % 2:
+            raise UserError(
+                f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs, use an even head_dim"
+            )
+        if model.positions == "learned" and config.batch.length > model.max_length:
+            raise UserError(
+                f"batch.length={config.batch.length} is longer than the {model.max_length} learned positions of "
+                "model.max_length: shorten the rows or raise model.max_length"
+            )
+        if model.heads % mesh.tensor:
+            raise UserError(
+                f"model.heads={model.heads} cannot be split over mesh.tensor={mesh.tensor}: "
+                f"tensor sizes that fit are {_list(_divisors(model.heads))}"
+            )
+        unit = mesh.batch_shards * config.pipeline.microbatches
+        if rows % unit:
+            raise UserError(
+                f"batch.rows={rows} is not divisible by replica x data x expert x microbatches = "
+                f"{mesh.replica} x {mesh.data} x {mesh.expert} x {config.pipeline.microbatches} = {unit}: "
+                f"rows that fit are {max(rows // unit, 1) * unit} or {(rows // unit + 1 + (rows < unit)) * unit}"
+            )
+        _check_layers(config)
+        config.profile_range()
+        return config
+
+
+def _check_layers(config: Config) -> None:
+    layers, counts, pipe = config.model.layers, config.pipeline.layers_per_chunk, config.mesh.pipe
+    if counts and (sum(counts) != layers or min(counts) < 0):
+        raise UserError(
+            f"pipeline.layers_per_chunk={_list(counts)} adds up to {sum(counts)} and model.layers={layers}: "
+            "every layer must be in exactly one chunk"
+        )
+    chunks = config.pipeline.chunks
+    if counts and (len(counts) % pipe or (chunks and len(counts) != pipe * chunks)):
+        wanted = f"pipe x chunks = {pipe * chunks}" if chunks else f"a multiple of mesh.pipe={pipe}"
+        raise UserError(f"pipeline.layers_per_chunk names {len(counts)} chunks: there must be {wanted}")
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Refuse values of the wrong type or outside a field's choices or range. Raises UserError naming the field."""
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(field.type):
+            if not isinstance(value, field.type):
+                raise UserError(f"{name} must be a {field.type.__name__}, not {value!r}")
+            check_fields(value, name + ".")
+            continue
+        if not _is(value, field.type):
+            raise UserError(f"{name}={value!r} must be {type_name(field.type)}")
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            raise UserError(f"{name}={value} is not one of {_list(choices)}")
+        low, below = field.metadata["low"], field.metadata["below"]
+        if low is not None and value < low:
+            raise UserError(f"{name}={value} is too small: the least is {low}")
+        if below is not None and value >= below:
+            raise UserError(f"{name}={value} is too large: it must be below {below}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is(item, get_args(kind)[0]) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is kind
+
+
+def type_name(kind: Any) -> str:
+    """A field's type in words."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(kind) is tuple:
+        return {int: "integers", float: "numbers", str: "texts"}[get_args(kind)[0]] + " separated by commas"
+    return words[kind]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain nested dictionaries (tuples become lists in JSON)."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any], kind: type = Config, prefix: str = "") -> Any:
+    """The inverse of `to_dict`. Raises UserError on a name that the configuration does not have."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    arguments = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise UserError(f"the saved configuration has {prefix}{name}, which this version does not know")
+        nested = fields[name].type
+        if dataclasses.is_dataclass(nested):
+            value = from_dict(value, nested, f"{prefix}{name}.")
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**arguments)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _list(values: Any) -> str:
+    return ", ".join(str(value) for value in values)

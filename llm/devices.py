@@ -1,0 +1,42 @@
+"""Which devices a run uses."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from llm.config import Config, check_fields
+from parallel.errors import UserError
+
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def request_devices(config: Config, devices: int = 0) -> Config:
+    """Validate, and ask for as many virtual CPU devices as the mesh has (or `devices`), before jax makes its devices.
+
+    A machine with GPUs uses those; the number of virtual CPU devices does not touch them. Raises UserError.
+    """
+    if devices < 0:
+        raise UserError(f"--devices={devices}: give a positive number of devices")
+    if not devices and -1 in config.mesh.sizes().values():
+        check_fields(config)
+        return config  # only jax can tell how many GPUs are left
+    count = devices or config.validate().mesh.product
+    config = config.validate(count)
+    others = re.sub(rf"{COUNT_FLAG}=\S+", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = f"{others} {COUNT_FLAG}={count}".strip()
+    return config
+
+
+def select_devices(config: Config, devices: Sequence[Any] | None = None) -> tuple[Config, list[Any]]:
+    """The validated configuration and the devices of its mesh: the given ones, or all that jax has.
+
+    Virtual CPU devices cost nothing, so of those only as many as the mesh asks for are taken; GPUs must all be used.
+    """
+    import jax
+
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = config.mesh.sizes().values()
+    if devices[0].platform == "cpu" and -1 not in sizes:
+        devices = devices[: config.mesh.product] if min(sizes) > 0 else devices
+    return config.validate(len(devices)), devices

@@ -1,0 +1,160 @@
+"""Where the numbers of a run go: metrics.jsonl always, tensorboard events, wandb on request, and a line to look at."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llm.config import Config, to_dict
+from llm.workdir import write_atomically
+from parallel.errors import UserError
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a torn last line, as a killed process leaves it, is dropped."""
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the lines after `step`, so that a resumed run continues the file as if it had never stopped."""
+    kept = [record for record in read_jsonl(path) if record["step"] <= step]
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def finite(value: Any) -> Any:
+    """The value, or None for a number that JSON does not have (infinite or not a number)."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Metrics:
+    """Writes each record to all sinks. `start`: the step that the run continues from; later lines are dropped."""
+
+    def __init__(self, workdir: Path, config: Config, start: int, bubble: float | None):
+        from tensorboardX import SummaryWriter
+
+        self.wandb = _wandb(workdir, config) if config.wandb else None
+        self.records = keep_until(workdir / METRICS, start)
+        keep_until(workdir / SAMPLES, start)
+        self.file = open(workdir / METRICS, "a")  # noqa: SIM115
+        self.samples = open(workdir / SAMPLES, "a")  # noqa: SIM115
+        self.events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1, flush_secs=10)
+        self.line = Line(config.train.steps, start, bubble)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Metrics of a training step."""
+        self._write(record)
+        self.line.step(record)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Metrics of an evaluation."""
+        self._write(record)
+        self.line.say(f"step {record['step']}: held-out loss {record['eval_loss']:.4f}")
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """A sample of generated text."""
+        self.samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        self.samples.flush()
+        self.events.add_text("sample", prompt + text, step)
+        if self.wandb:
+            self.wandb.log({"sample": prompt + text}, step=step)
+        self.line.say(f"step {step}: sample: {prompt}{text}")
+
+    def say(self, text: str) -> None:
+        """A line for the reader."""
+        self.line.say(text)
+
+    def close(self) -> None:
+        """Finish all sinks."""
+        self.line.close()
+        self.file.close()
+        self.samples.close()
+        self.events.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record = {name: finite(value) for name, value in record.items()}
+        self.records.append(record)
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+        for name, value in numbers.items():
+            self.events.add_scalar(name, value, record["step"])
+        if self.wandb:
+            self.wandb.log(numbers, step=record["step"])
+
+
+class Line:
+    """Progress: one line that is redrawn on a terminal, a plain line every now and then elsewhere."""
+
+    def __init__(self, steps: int, start: int, bubble: float | None):
+        self.steps, self.every = steps, max(1, steps // 40)
+        self.bubble = "" if bubble is None else f"  bubble {bubble:.1%}"
+        self.console = Console()
+        self.progress = None
+        if self.console.is_terminal:
+            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn())
+            self.progress = Progress(*columns, console=self.console)
+            self.task = self.progress.add_task(f"step {start}/{steps}", total=steps, completed=start)
+            self.progress.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Show a training step."""
+        step = record["step"]
+        mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+        text = (
+            f"step {step}/{self.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+            f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tok/s  MFU {mfu}{self.bubble}"
+            f"{'  SKIPPED (not finite)' if record['skipped'] else ''}"
+        )
+        if self.progress:
+            self.progress.update(self.task, completed=step, description=text)
+        elif step % self.every == 0 or step == self.steps or record["skipped"]:
+            print(text, flush=True)
+
+    def say(self, text: str) -> None:
+        """Show a line of its own."""
+        if self.progress:
+            self.progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self.progress:
+            self.progress.stop()
+
+
+def _wandb(workdir: Path, config: Config) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"wandb={config.wandb} needs the wandb package: pip install wandb, or set wandb to nothing"
+        ) from error
+    return wandb.init(
+        project=config.wandb, dir=str(workdir), id=_run_id(workdir), resume="allow", config=to_dict(config)
+    )
+
+
+def _run_id(workdir: Path) -> str:
+    """The run's identity, kept in its folder so that a resumed run goes on under the same one."""
+    path = workdir / "wandb_id"
+    if not path.is_file():
+        import secrets
+
+        write_atomically(path, secrets.token_hex(4))
+    return path.read_text()

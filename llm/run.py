@@ -1,0 +1,73 @@
+"""A trained run opened again: configuration, program, corpus, tokenizer and the parameters of a checkpoint."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from llm.checkpoint import Checkpoints
+from llm.config import Config
+from llm.data.corpus import Corpus, open_corpus
+from llm.data.tokenizer import Tokenizer
+from llm.devices import select_devices
+from llm.step import build
+from llm.workdir import CHECKPOINTS, MODEL, check_resume, load_config
+from parallel.errors import UserError
+
+TOKENIZER = "tokenizer.json"
+CORPUS = "corpus"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A checkpoint's parameters in the layout of `config`, and what is needed to use them."""
+
+    config: Config
+    step: int
+    program: Any
+    params: Any
+    tokenizer: Tokenizer
+    corpus: Corpus | None
+
+
+def open_run(
+    workdir: str | Path, step: int | None = None, config: Config | None = None, with_corpus: bool = True
+) -> Run:
+    """Open checkpoint `step` (None or -1: the newest) of a run in any layout. Raises UserError.
+
+    config: the run's own with another layout, batch or text, or None.
+    """
+    workdir, saved = Path(workdir), load_config(workdir)
+    config = config or saved
+    check_resume(workdir, config, MODEL)
+    config, devices = select_devices(config)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
+    try:
+        step = pick_step(checkpoints, workdir, step)
+        tokenizer = Tokenizer.load(workdir / TOKENIZER, config.model.vocab)
+        data = config.data
+        if data != saved.data and not data.tokenizer:  # other text, read with the tokens that the model knows
+            data = dataclasses.replace(data, tokenizer=str(workdir / TOKENIZER))
+        corpus = open_corpus(data, config.model.vocab, workdir / CORPUS) if with_corpus else None
+        program = build(config, devices)
+        params = restore_params(checkpoints, step, program)
+    finally:
+        checkpoints.close()
+    return Run(config, step, program, params, tokenizer, corpus)
+
+
+def pick_step(checkpoints: Checkpoints, workdir: Path, step: int | None) -> int:
+    """The asked step, or the newest. Raises UserError naming the steps that there are."""
+    steps = sorted(checkpoints.steps())
+    if not steps:
+        raise UserError(f"--workdir={workdir}: the run has not saved a checkpoint yet")
+    if step is None or step == -1:
+        return steps[-1]
+    if step not in steps:
+        raise UserError(f"--step={step}: the checkpoints in {workdir} are of the steps {', '.join(map(str, steps))}")
+    return step
+
+
+def restore_params(checkpoints: Checkpoints, step: int, program: Any) -> Any:
+    """The parameters alone, in the program's layout."""
+    abstract, stored = program.abstract_state(), program.stored()
+    return checkpoints.restore(step, {"params": abstract["params"]}, {"params": stored["params"]})["params"]

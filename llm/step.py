@@ -1,0 +1,312 @@
+"""One training step as one compiled program: schedule, reduction, clip, non-finite check, optimiser, donated buffers.
+
+`build` joins a configuration, a model, a schedule and a mesh into a `Program`; commands and notebooks use nothing below it."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llm.config import Config
+from llm.model import REMAT, Transformer
+from llm.objective import CrossEntropy
+from llm.optimizer import learning_rate, like_params, make_optimizer
+from parallel import pipeline, schedule
+from parallel.mesh import make_mesh
+from parallel.sharding import Stored, make_layout, manual_part, memory_shape, pad, stored
+
+Tree = Any
+DTYPES = dict(float32=jnp.float32, bfloat16=jnp.bfloat16)
+
+
+def build(config: Config, devices: list | None = None) -> "Program":
+    """The program of a configuration on the given devices (all by default). Raises UserError before compiling anything."""
+    devices = list(jax.devices() if devices is None else devices)
+    return Program(config.validate(len(devices)), tuple(devices))
+
+
+def make_table(config: Config) -> schedule.Table:
+    """The schedule table that a resolved configuration asks for."""
+    c, pipe = config.pipeline, config.mesh.pipe
+    backward = c.backward
+    if backward == "auto":  # deferring W fills bubbles; under full remat it would stash ten times the layer's input
+        backward = "whole" if pipe == 1 or c.remat == "full" or c.schedule == "gpipe" else "split"
+    chunks = c.chunks or len(c.layers_per_chunk) // pipe
+    return schedule.make(c.schedule, pipe, c.microbatches, chunks=chunks, group=c.group, backward=backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything that a run compiles. config is resolved; state = {step, skipped, params, optimizer}."""
+
+    config: Config
+    devices: tuple
+
+    # ------------------------------------------------------------------------------------------- what it is made of
+    @functools.cached_property
+    def mesh(self):
+        return make_mesh(self.config.mesh.sizes(), self.devices)
+
+    @functools.cached_property
+    def table(self) -> schedule.Table:
+        return make_table(self.config)
+
+    @functools.cached_property
+    def tick_table(self) -> schedule.TickTable:
+        return schedule.pack(self.table)
+
+    @functools.cached_property
+    def layout(self):
+        c, t = self.config, self.table
+        return make_layout(c.model.layers, t.placement, t.stages, t.chunks, c.pipeline.layers_per_chunk)
+
+    @functools.cached_property
+    def idle(self) -> str:
+        asked = self.config.pipeline.idle
+        return asked if asked != "auto" else "skip" if self.devices[0].platform == "cpu" else "compute"
+
+    def _model(self, **changes) -> Transformer:
+        c = self.config
+        model = dataclasses.replace(c.model, **changes)
+        return Transformer(model, DTYPES[c.train.dtype], c.mesh.tensor, CrossEntropy(model.z_loss))
+
+    @functools.cached_property
+    def specs(self) -> Tree:
+        return self._model().specs()
+
+    @functools.cached_property
+    def plan(self) -> pipeline.Plan:
+        c = self.config
+        return pipeline.make_plan(
+            self.mesh,
+            self.layout,
+            self.specs,
+            self.tick_table,
+            idle=self.idle,
+            remat=REMAT[c.pipeline.remat],
+            zero=c.zero,
+            dtype=DTYPES[c.train.dtype],
+            unroll=self.devices[0].platform != "cpu",  # on a CPU a loop compiles faster and nothing overlaps
+        )
+
+    @functools.cached_property
+    def forward_plan(self) -> pipeline.Plan:
+        t = self.table
+        ticks = schedule.pack(schedule.make_forward(t.placement, t.stages, t.microbatches, t.chunks))
+        return dataclasses.replace(self.plan, ticks=ticks, rows=pipeline.lower(ticks))
+
+    @functools.cached_property
+    def optimizer(self):
+        return make_optimizer(self.config.optimizer, self.specs)
+
+    # ------------------------------------------------------------------------------------------- state
+    @functools.cached_property
+    def _param_shapes(self) -> Tree:
+        shape = lambda s: jax.ShapeDtypeStruct(memory_shape(s, self.layout, self.mesh.shape), jnp.float32)
+        return jax.tree.map(shape, self.specs)
+
+    def _like_state(self, params: Tree, other: Any) -> Tree:
+        """A tree like the state: the entries of `params` for parameters and moments, `other` for counters."""
+        optimizer = like_params(self.optimizer, jax.eval_shape(self.optimizer.init, self._param_shapes), params, other)
+        return dict(step=other, skipped=other, params=params, optimizer=optimizer)
+
+    @functools.cached_property
+    def shardings(self) -> Tree:
+        """The NamedSharding of every leaf of the state."""
+        named = lambda spec: NamedSharding(self.mesh, spec)
+        return self._like_state(jax.tree.map(named, self.plan.param_specs()), named(P()))
+
+    def stored(self) -> Tree:
+        """How every leaf of the state maps to its canonical array on disk."""
+        return self._like_state(jax.tree.map(lambda s: stored(s, self.layout), self.specs), Stored(()))
+
+    def abstract_state(self) -> Tree:
+        """Shapes, types and shardings of the state, as a restore wants them."""
+        shapes = jax.eval_shape(self._init)
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.shardings)
+
+    def _init(self) -> Tree:
+        """Keys are folded with the part and the global layer, so that every layout starts from the same bits; each rank of
+        the pipe makes its own layers only."""
+        model, key = self._model(), jax.random.key(self.config.train.seed)
+        keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(("layers", "embed", "head"))}
+
+        def own_layers(index_CPL):
+            def one(index):
+                w = model.init_part("layers", jax.random.fold_in(keys["layers"], index))
+                return jax.tree.map(lambda a: jnp.where(index >= 0, a, 0), w)
+
+            return jax.vmap(jax.vmap(jax.vmap(one)))(index_CPL)
+
+        along = P(None, "pipe")
+        layers = jax.shard_map(
+            own_layers, mesh=self.mesh, in_specs=along, out_specs=along, axis_names={"pipe"}, check_vma=False
+        )(jnp.asarray(self.layout.index_CPL, jnp.int32))
+        params = {name: model.init_part(name, keys[name]) for name in ("embed", "head")} | {"layers": layers}
+        params = jax.tree.map(lambda a, s: pad(a, s.shape), params, self._param_shapes)
+        zero = jnp.zeros((), jnp.int32)
+        return dict(step=zero, skipped=zero, params=params, optimizer=self.optimizer.init(params))
+
+    @functools.cached_property
+    def compiled_init(self):
+        """The jitted initialisation; no device computes or holds more than its share."""
+        return jax.jit(self._init, out_shardings=self.shardings)
+
+    def init(self) -> Tree:
+        """A fresh state on the mesh."""
+        with jax.set_mesh(self.mesh):
+            return self.compiled_init()
+
+    # ------------------------------------------------------------------------------------------- batches
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Rows and length of a global batch."""
+        return self.config.batch.rows, self.config.batch.length
+
+    @functools.cached_property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, pipeline.SIDE)
+
+    def put(self, batch: dict[str, np.ndarray]) -> Tree:
+        """A batch of rows [R, ...] on the devices as microbatches [M, R / M, ...]."""
+
+        def one(a):
+            a = np.asarray(a)
+            a = a.reshape(self.config.pipeline.microbatches, -1, *a.shape[1:])
+            return jax.make_array_from_callback(a.shape, self.batch_sharding, lambda index: a[index])
+
+        return {name: one(a) for name, a in batch.items()}
+
+    def _side(self, batch: Tree, step: jax.Array | int) -> Tree:
+        """What the model reads: the batch and one dropout key a row, from (seed, step, row of the global batch)."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.train.seed), 2**31 - 1), step)
+        row_key = jax.vmap(jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i))))
+        return {name: a for name, a in batch.items() if name != "example"} | {"key": row_key(batch["example"])}
+
+    # ------------------------------------------------------------------------------------------- steps
+    def _update(self, state: Tree, grads: Tree, factor: jax.Array, rate: jax.Array, keep: jax.Array) -> Tree:
+        """Optimiser on each rank of the pipe by itself (Muon would else gather all layers); nothing changes unless keep."""
+        along = lambda tree: jax.tree.map(lambda s: manual_part(s.spec, ("pipe",)), tree)
+        params, moments = along(self.shardings["params"]), along(self.shardings["optimizer"])
+
+        def update(params, moments, grads, factor, rate, keep):
+            grads = jax.tree.map(lambda g: g * factor, grads)
+            updates, new = self.optimizer.update(grads, moments, params)
+            stepped = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+            choose = lambda new, old: jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)
+            return choose(stepped, params), choose(new, moments)
+
+        specs = (params, moments, params, P(), P(), P())
+        run = jax.shard_map(
+            update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2], axis_names={"pipe"}, check_vma=False
+        )
+        return run(state["params"], state["optimizer"], grads, factor, rate, keep)
+
+    def gradients(self, state: Tree, batch: Tree, table: Tree) -> tuple[Tree, Tree]:
+        """(sums, gradients) of a batch, before the clip; to be called under jit."""
+        model = self._model()
+        run = pipeline.gradients(model, self.plan, model.objective.denominator)
+        sums, grads, _ = run(state["params"], {}, self._side(batch, state["step"]), table)
+        return dict(sums, tokens=model.objective.denominator(batch)), grads
+
+    def apply(self, state: Tree, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        """(state, metrics) after the update with these gradients; to be called under jit."""
+        clip = self.config.optimizer.clip
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
+        factor = jnp.where(finite & (norm > clip), clip / norm, 1) if clip else jnp.ones(())
+        rate = learning_rate(self.config.optimizer, self.config.train.steps)(state["step"])
+        params, moments = self._update(state, grads, factor, rate, finite)
+        skipped = 1 - finite.astype(jnp.int32)
+        new = dict(step=state["step"] + 1, skipped=state["skipped"] + skipped, params=params, optimizer=moments)
+        return new, dict(sums, grad_norm=norm, lr=rate, skipped=skipped)
+
+    def _train_step(self, state: Tree, batch: Tree, table: Tree) -> tuple[Tree, Tree]:
+        return self.apply(state, *self.gradients(state, batch, table))
+
+    @functools.cached_property
+    def compiled_train_step(self):
+        """The jitted (state, batch, table) -> (state, metrics); the state is donated."""
+        return jax.jit(
+            self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P()))
+        )
+
+    def _put_table(self, plan: pipeline.Plan) -> Tree:
+        at = dict(ranks=P(None, "pipe"), joint=P())
+        return {n: jax.device_put(a, NamedSharding(self.mesh, at[n])) for n, a in plan.table.items()}
+
+    @functools.cached_property
+    def device_table(self) -> Tree:
+        return self._put_table(self.plan)
+
+    def train_step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """(state, metrics) after one update; `state` must not be used again. batch: from `put`.
+
+        metrics: loss, grad_norm (before the clip), lr (of this update), skipped (1 when something was not finite: then
+        only the counters change), tokens (counted in the loss)."""
+        with jax.set_mesh(self.mesh):
+            return self.compiled_train_step(state, batch, self.device_table)
+
+    @functools.cached_property
+    def _forward(self):
+        model, table = self._model(dropout=0.0), self._put_table(self.forward_plan)
+
+        def run(predict, params, batch, table):
+            out, _ = pipeline.outputs(model, self.forward_plan, predict)(params, {}, self._side(batch, 0), table)
+            return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
+
+        score, logits = (jax.jit(functools.partial(run, f)) for f in (model.score, model.next_logits))
+        return (lambda *args: score(*args, table)), (lambda *args: logits(*args, table))
+
+    def eval_step(self, params: Tree, batch: Tree) -> dict[str, jax.Array]:
+        """nll [R] (sum over the counted tokens of a row) and tokens [R], by the forward-only pipeline."""
+        with jax.set_mesh(self.mesh):
+            return self._forward[0](params, batch)
+
+    def next_logits(self, params: Tree, batch: Tree) -> jax.Array:
+        """The logits [R, vocab] after position batch["last"] of each row, by the forward-only pipeline."""
+        with jax.set_mesh(self.mesh):
+            return self._forward[1](params, batch)
+
+    # ------------------------------------------------------------------------------------------- facts
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, padding and empty slots not counted."""
+        count = lambda s: math.prod(s.shape) * (self.layout.layers if s.stacked else 1)
+        return sum(count(s) for s in jax.tree.leaves(self.specs))
+
+    def bytes_per_device(self) -> int:
+        """Bytes of parameters and optimiser state on one device."""
+        share = lambda a: math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        return sum(share(a) for a in jax.tree.leaves(self.abstract_state()))
+
+    def bubble(self) -> float:
+        """Predicted share of idle time of the tick table, with F, B and W at equal cost."""
+        cost = self.tick_table.cost(idle=self.idle)
+        return 1 - 3 * self.table.microbatches / cost
+
+    def describe(self) -> dict[str, Any]:
+        """The facts that a run prints when it starts."""
+        c, t = self.config, self.tick_table
+        return {
+            "parameters": self.parameters,
+            "devices": f"{len(self.devices)} {self.devices[0].device_kind}",
+            "mesh": " x ".join(f"{a} {n}" for a, n in c.mesh.sizes().items() if n > 1) or "1 device",
+            "state_bytes_per_device": self.bytes_per_device(),
+            "schedule": f"{self.table.name}, {t.table.chunks} chunks a rank, {t.table.microbatches} microbatches",
+            "backward": "whole" if t.fused else "split, W deferred",
+            "ticks": t.length,
+            "bubble": round(self.bubble(), 4),
+            "idle": self.idle,
+            "remat": c.pipeline.remat,
+            "layers_per_stage": [int((self.layout.index_CPL[k, r] >= 0).sum()) for r, k in t.table.places],
+            "zero": c.zero,
+            "dtype": c.train.dtype,
+            "attention": "reference (dense, fp32 softmax)",
+        }
