@@ -102,8 +102,8 @@ class Checkpoints:
 
         A subtree may be asked for, such as {"params": ...} in both arguments. Every process reads its own part.
         Raises UserError when the arrays are those of another model, CheckError when one is damaged."""
-        names, leaves, forms, tree = _flatten(abstract, stored)
-        return tree.unflatten(_open(self.folder, step).restore(names, leaves, forms))
+        found, leaves, forms, tree = _flatten(abstract, stored)
+        return tree.unflatten(_open(self.folder, step).restore(found, leaves, forms))
 
     def _open_manager(self) -> ocp.CheckpointManager:
         """Called by the first save: whoever saves owns the folder and removes what cannot be read."""

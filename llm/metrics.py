@@ -101,7 +101,7 @@ class Line:
     """Progress: one line that is redrawn on a terminal, a plain line every now and then elsewhere."""
 
     def __init__(self, steps: int, start: int, bubble: float | None):
-        self.steps, self.every = steps, max(1, steps // 40)
+        self.steps, self.every = steps, max(1, steps // 20)
         self.bubble = "" if bubble is None else f"  bubble {bubble:.1%}"
         self.console = Console()
         self.progress = None

@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -111,20 +112,21 @@ class Program:
         shape = lambda s: jax.ShapeDtypeStruct(memory_shape(s, self.layout, self.mesh.shape), jnp.float32)
         return jax.tree.map(shape, self.specs)
 
-    def _like_state(self, params: Tree, other: Any) -> Tree:
-        """A tree like the state: the entries of `params` for parameters and moments, `other` for counters."""
+    def _like_state(self, params: Tree, other: Callable[[Any], Any]) -> Tree:
+        """A tree like the state: the entries of `params` for parameters and moments, other(leaf) for all else."""
         optimizer = like_params(self.optimizer, jax.eval_shape(self.optimizer.init, self._param_shapes), params, other)
-        return dict(step=other, skipped=other, params=params, optimizer=optimizer)
+        counter = other(jax.ShapeDtypeStruct((), jnp.int32))
+        return dict(step=counter, skipped=counter, params=params, optimizer=optimizer)
 
     @functools.cached_property
     def shardings(self) -> Tree:
         """The NamedSharding of every leaf of the state."""
         named = lambda spec: NamedSharding(self.mesh, spec)
-        return self._like_state(jax.tree.map(named, self.plan.param_specs()), named(P()))
+        return self._like_state(jax.tree.map(named, self.plan.param_specs()), lambda _: named(P()))
 
     def stored(self) -> Tree:
         """How every leaf of the state maps to its canonical array on disk."""
-        return self._like_state(jax.tree.map(lambda s: stored(s, self.layout), self.specs), Stored(()))
+        return self._like_state(jax.tree.map(lambda s: stored(s, self.layout), self.specs), lambda leaf: Stored(leaf.shape))
 
     def abstract_state(self) -> Tree:
         """Shapes, types and shardings of the state, as a restore wants them."""

@@ -136,6 +136,8 @@ class Loop:
             if profile and profile[0] <= step < profile[1]:
                 jax.profiler.stop_trace()
             self.metrics.close()
+        if step == config.train.steps:
+            print(f"finished: step {step}, loss {record['loss']:.4f}, saved in {self.workdir}")
         return {
             "step": step,
             "loss": record["loss"] if record else _last_loss(self.workdir),

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test, set before anything imports jax."""
+"""Eight virtual CPU devices and a compiler in a hurry for every test, set before anything imports jax."""
 
 import os
 
@@ -6,6 +6,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+# Compile time is most of the tests' time: leave out LLVM's expensive passes (XLA's own passes on the HLO stay on).
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from hypothesis import settings  # noqa: E402

@@ -1,4 +1,4 @@
-"""A corpus on disk: tokenised once into memory-mapped shards beside a JSON index, and opened again while nothing changed.
+"""A corpus on disk: tokenised once into memory-mapped shards with a JSON index, rebuilt when its input changes.
 
 A folder of the cache is named by the hash of all it was made from (the content of the sources, the choice of held-out
 documents, the tokenizer), so another input means another folder. It is built under another name and renamed when it is
@@ -69,6 +69,8 @@ class Corpus:
         self.folder = folder
         self.sources: list[dict[str, Any]] = index["sources"]
         self.tokenizer = Tokenizer.load(folder / "tokenizer.json", index["size"])
+        if self.tokenizer.hash != index["tokenizer"]:
+            raise ValueError(f"{folder} holds another tokenizer than it was made with")
         self.training = Split(folder, index["training"], index["dtype"], self.tokenizer.end)
         self.held_out = Split(folder, index["held_out"], index["dtype"], self.tokenizer.end)
 
@@ -117,13 +119,12 @@ def open_corpus(data: Any, vocab: int, cache: str | os.PathLike) -> Corpus:
 
 def _locate(path: str) -> Path:
     here = Path(path).expanduser()
-    return (
-        here if here.exists() or here.is_absolute() else sources.ROOT / here if (sources.ROOT / here).exists() else here
-    )
+    there = sources.ROOT / here
+    return there if there.exists() and not here.exists() else here
 
 
 def _fingerprint(files: list[sources.Source], stamps: Path) -> list[dict[str, Any]]:
-    """Name, bytes and hash of every source; a file that has not changed since `stamps` was written is not read again."""
+    """Name, bytes and hash of every source; a file that is as `stamps` says is not read again."""
     try:
         known = json.loads(stamps.read_text())
     except (OSError, ValueError):
@@ -207,7 +208,7 @@ def _build(
             writer.add(ids, len(piece.encode()))
     index = {"format": FORMAT, "sources": facts, "tokenizer": tokenizer.hash, "size": tokenizer.size, "dtype": dtype}
     index |= {writer.name: writer.close() for writer in writers}
-    if _fingerprint(files, work / "sources.json") != facts:
+    if _fingerprint(files, work.parent / "sources.json") != facts:
         raise UserError("data.paths: a file was changed while it was read: start again when nothing writes to it")
     with open(work / "index.json", "w", encoding="utf-8") as file:
         json.dump(index, file)

@@ -18,7 +18,7 @@ SLICE = 1 << 20  # tokens that the weight is fitted on, at most
 
 
 def perplexities(corpus: Corpus) -> dict[str, float]:
-    """unigram_perplexity and bigram_perplexity on the held-out tokens, the bigram's weight, and the number of tokens."""
+    """unigram_perplexity, bigram_perplexity and bigram_weight on the held-out tokens, and their number: tokens."""
     size = corpus.tokenizer.size
     total = min(corpus.training.tokens, MOST)
     cut = total - min(total // 10, SLICE)

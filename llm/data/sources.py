@@ -35,11 +35,11 @@ def find_sources(paths: Iterable[str]) -> list[Source]:
 
     A relative path is looked up in the current directory first, then in the repository. Raises UserError.
     """
-    paths = (paths,) if isinstance(paths, str) else tuple(paths)
     found: dict[Path, Source] = {}
-    for text in paths:
-        bases = (Path.cwd(), ROOT) if not os.path.isabs(os.path.expanduser(text)) else (Path("/"),)
-        files = next(filter(None, (_files(base / os.path.expanduser(text)) for base in bases)), None)
+    for text in (paths,) if isinstance(paths, str) else paths:
+        text = os.path.expanduser(text)
+        bases = (Path("/"),) if os.path.isabs(text) else (Path.cwd(), ROOT)
+        files = next(filter(None, (_files(base, text) for base in bases)), None)
         if files is None:
             raise UserError(f"data.paths: {_missing(text, bases)}")
         for source in files:
@@ -49,26 +49,23 @@ def find_sources(paths: Iterable[str]) -> list[Source]:
     return list(found.values())
 
 
-def _files(path: Path) -> list[Source]:
+def _files(base: Path, text: str) -> list[Source]:
+    path, parts = base / text, Path(text).parts
     if path.is_file():
         return [Source(path.name, path)]
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root, pattern = (path, "**/*") if path.is_dir() else (base.joinpath(*parts[:fixed]), "/".join(parts[fixed:]))
+    names = sorted(glob.glob(pattern, root_dir=root, recursive=True)) if pattern else []
     if path.is_dir():
-        names = sorted(glob.glob("**/*", root_dir=path, recursive=True))
-        return [Source(n, path / n) for n in names if n.endswith((".txt", ".jsonl")) and (path / n).is_file()]
-    plain = list(path.parts)
-    while any(map(glob.has_magic, plain)):
-        plain.pop()
-    root = Path(*plain)
-    names = sorted(glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)) if root != path else []
-    return [Source(n, root / n) for n in names if (root / n).is_file()]
+        names = [name for name in names if name.endswith((".txt", ".jsonl"))]
+    return [Source(name, root / name) for name in names if (root / name).is_file()]
 
 
 def _missing(text: str, bases: tuple[Path, ...]) -> str:
-    if any((base / os.path.expanduser(text)).is_dir() for base in bases):
+    if any((base / text).is_dir() for base in bases):
         return f"the folder {text!r} holds no .txt and no .jsonl file"
-    return (
-        f"{text!r} is no file, no folder and no pattern that matches a file (looked in {' and '.join(map(str, bases))})"
-    )
+    looked = " and ".join(map(str, bases))
+    return f"{text!r} is no file, no folder and no pattern that matches a file (looked in {looked})"
 
 
 def documents(sources: Iterable[Source]) -> Iterator[tuple[str, Iterator[str]]]:
@@ -134,14 +131,16 @@ def choose_held_out(held_out: str, names: list[str]) -> list[bool]:
     Raises UserError when nothing would be held out although something was asked, or nothing would be left.
     """
     text = held_out.strip()
-    if text in ("", "0"):
+    count = _count(text, len(names)) if text else 0
+    if count == 0:
         return [False] * len(names)
-    count = _count(text, len(names))
     if count is None:
         patterns = [f"*[/:]{part.strip()}" for part in text.split(",")]
         chosen = [any(fnmatch.fnmatchcase("/" + name, pattern) for pattern in patterns) for name in names]
     else:
-        order = sorted(range(len(names)), key=lambda i: hashlib.blake2b(names[i].encode()).digest())
+        order = sorted(
+            range(len(names)), key=lambda i: hashlib.blake2b(names[i].encode("utf-8", "surrogatepass")).digest()
+        )
         lowest = set(order[:count])
         chosen = [i in lowest for i in range(len(names))]
     if not any(chosen):
@@ -165,4 +164,4 @@ def _count(text: str, documents: int) -> int | None:
         raise UserError(
             f"data.held_out={text!r} must be a number of documents, a fraction below 1 or a pattern on names"
         )
-    return max(1, round(number * documents)) if number < 1 else int(number)
+    return max(1, round(number * documents)) if 0 < number < 1 else int(number)

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from parallel.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST = 257  # 256 bytes and the end of text
 
 
@@ -34,7 +34,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
-        """Train on texts up to `vocab` entries (fewer when the text has fewer pairs); the same texts give the same ids."""
+        """Train on texts up to `vocab` entries (fewer on a short text); the same texts give the same ids."""
         if vocab < SMALLEST:
             raise UserError(
                 f"model.vocab={vocab} is too small to train a tokenizer: it needs {SMALLEST} (bytes, end of text)"

@@ -26,3 +26,40 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2, group: int = 0,
         in_turn(forward, backward, 2 * (p - 1 - r) + (v - 1) * sizes[0], r if split else None) for r in range(p)
     )
     return Table("interleaved", p, v, m, "loop", ranks)
+
+
+def looped_bfs(stages: int, microbatches: int, chunks: int = 2, split: bool = False) -> Table:
+    """Breadth first: all forwards chunk by chunk, then all backwards. Lamy-Poirier 2022, arXiv 2211.05953. Peak: m.
+
+    Each chunk's weights are used in two runs only.
+    """
+    forward, backward = groups([microbatches], chunks), groups([microbatches], chunks, reverse=True)
+    ranks = tuple(in_turn(forward, backward, len(forward), r if split else None) for r in range(stages))
+    return Table("looped-bfs", stages, chunks, microbatches, "loop", ranks)
+
+
+def gis(stages: int, microbatches: int, chunks: int = 2, group: int = 0) -> Table:
+    """Interleaved with a split backward: (v-1)g + (p-1-r) forwards first, W lags by the rank. PipeOffload, arXiv 2503.01328.
+
+    Peak p microbatches on every rank, bubble (p-1)(F+B)/v. (PyTorch's InterleavedZeroBubble.)
+    """
+    g = group or stages
+    if g < stages:
+        raise UserError(f"gis: a group of {g} microbatches is smaller than the {stages} stages; gis-h has smaller groups")
+    return _gis("gis", stages, microbatches, chunks, g)
+
+
+def gis_h(stages: int, microbatches: int, chunks: int = 2, group: int = 0) -> Table:
+    """GIS with groups of half the stages: peak (v+1)/(2v) p, for some bubble more. PipeOffload, arXiv 2503.01328."""
+    half = -(-stages // 2)
+    g = group or half
+    if not half <= g <= stages:
+        raise UserError(f"gis-h: the group is between half of the {stages} stages ({half}) and all, not {g}")
+    return _gis("gis-h", stages, microbatches, chunks, g)
+
+
+def _gis(name: str, p: int, m: int, v: int, g: int) -> Table:
+    sizes = group_sizes(m, g, g)
+    forward, backward = groups(sizes, v), groups(sizes, v, reverse=True)
+    ranks = tuple(in_turn(forward, backward, (v - 1) * sizes[0] + p - 1 - r, r) for r in range(p))
+    return Table(name, p, v, m, "loop", ranks)

@@ -274,3 +274,29 @@ class Table:
         )
         pairs = tuple(frozenset(j for j, i in enumerate(keep) if i in starts) for keep, starts in zip(kept, self.pairs))
         return dataclasses.replace(self, ranks=ranks, pairs=pairs)
+
+    def split_backward(self) -> Table:
+        """The same table with every whole backward as a B with its W right behind it."""
+        ranks, pairs = [], []
+        for r, rank in enumerate(self.ranks):
+            out: list[Action] = []
+            starts: set[int] = set()
+            held: Action | None = None  # the W of a pair's backward that comes first follows the pair
+            for i, a in enumerate(rank):
+                paired = bool(self.pairs) and i in self.pairs[r]
+                if paired:
+                    starts.add(len(out))
+                if a.kind != "BW":
+                    out.append(a)
+                    if held is not None:
+                        out.append(held)
+                        held = None
+                    continue
+                out.append(a._replace(kind="B"))
+                if paired:
+                    held = a._replace(kind="W")
+                else:
+                    out.append(a._replace(kind="W"))
+            ranks.append(tuple(out))
+            pairs.append(frozenset(starts))
+        return dataclasses.replace(self, ranks=tuple(ranks), pairs=tuple(pairs) if self.pairs else ())

@@ -1,0 +1,217 @@
+"""Pipelined training equals the plain step on one device: loss, every gradient, gradient norm, parameters after one SGD step.
+
+fp32, 1e-5 relative; packed rows with unequal token counts, dropout and z-loss on, and every idle slot and unwritten buffer
+full of NaN, so that anything read from one would show."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import reference
+from parity_cases import CASES, Case, missing_pairs
+
+from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from llm.model import Transformer
+from llm.step import Program, build
+from parallel import pipeline, schedule
+
+ROWS, LENGTH, VOCAB, LR, CLIP = 96, 8, 37, 0.5, 0.1
+SHAPES = dict(
+    llama=dict(kv_heads=2),
+    gpt2=dict(norm="layer", positions="learned", mlp="gelu", bias=True, max_length=2 * LENGTH),
+)
+MODEL = ModelConfig(width=16, heads=4, ffn=24, vocab=VOCAB, dropout=0.1, z_loss=1e-2)
+SGD = OptimizerConfig(name="sgd", lr=LR, warmup=0, decay="constant", clip=CLIP, weight_decay=0.0, momentum=0.0)
+
+
+def configuration(case: Case) -> Config:
+    name, _, chunks = case.schedule.partition("/")
+    return Config(
+        model=dataclasses.replace(
+            MODEL, layers=case.number_of_layers, tied=case.tied == "tied", **SHAPES[case.shape]
+        ),
+        mesh=MeshConfig(**case.sizes),
+        pipeline=PipelineConfig(
+            schedule=name,
+            chunks=int(chunks or 0),
+            group=case.stages + 1 if chunks == "3" else 0,
+            microbatches=case.number_of_microbatches,
+            idle=case.idle,
+            remat=case.remat,
+            backward=case.backward,
+        ),
+        batch=BatchConfig(rows=ROWS, length=LENGTH),
+        optimizer=SGD,
+        zero=int(case.zero[-1]),
+    )
+
+
+def random_params(program: Program) -> dict:
+    """Canonical parameters without any symmetry: no zero bias, no norm scale of 1."""
+    r = np.random.default_rng(0)
+    draw = lambda s: (0.3 * r.standard_normal((program.layout.layers,) * s.stacked + s.shape)).astype(np.float32)
+    return jax.tree.map(draw, program.specs)
+
+
+def program_of(case: Case) -> Program:
+    config = configuration(case)
+    return build(config, jax.devices()[: config.mesh.product])
+
+
+def shared_plan(programs: list[Program]) -> pipeline.Plan:
+    """One plan that all of these schedules run with: as many ticks and slots as the largest needs."""
+    rows = [p.plan.rows for p in programs]
+    slots = {name: max(r.slots[name] for r in rows) for name in rows[0].slots}
+    moves = {name: max((r.moves[name] for r in rows), key=len) for name in rows[0].moves}
+    ticks = max(len(r.ranks) for r in rows)
+    for p, r in zip(programs, rows):
+        vars(p)["plan"] = dataclasses.replace(p.plan, rows=r.padded(ticks, slots, moves), poison=True)
+    return programs[0].plan
+
+
+def compiled(program: Program):
+    def both(state, batch, table):
+        sums, grads = program.gradients(state, batch, table)
+        return grads, program.apply(state, sums, grads)
+
+    return jax.jit(both)
+
+
+def run(program: Program, step, params: dict, rows: dict, table=None) -> dict:
+    state = dict(reference.place(program, params), step=np.int32(0), skipped=np.int32(0))
+    with jax.set_mesh(program.mesh):
+        grads, (state, metrics) = step(state, program.put(rows), program.device_table if table is None else table)
+    assert int(state["step"]) == 1
+    return dict(
+        loss=metrics["loss"],
+        grad_norm=metrics["grad_norm"],
+        grads=reference.canonical(program, grads),
+        params=reference.canonical(program, state["params"]),
+    )
+
+
+def worst(want: dict, got: dict) -> float:
+    """The largest relative difference of anything that is compared."""
+    return max(reference.difference(want, got).values())
+
+
+def wanted(program: Program, params: dict, rows: dict) -> dict:
+    return reference.step(program.config, params, rows, LR, CLIP)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict:
+    return reference.batch(ROWS, LENGTH, VOCAB)
+
+
+def test_every_pair_of_values_occurs():
+    assert not missing_pairs()
+    assert any(np.prod(list(c.sizes.values())) == 8 and min(c.sizes.values()) == 2 for c in CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parity(case, rows):
+    groups: dict[bool, list[Program]] = {}
+    for one in case.schedules():
+        program = program_of(one)
+        groups.setdefault(program.tick_table.fused, []).append(program)
+    for programs in groups.values():
+        plan = shared_plan(programs)
+        step = compiled(programs[0])
+        for program in programs:
+            assert {k: a.shape for k, a in program.plan.table.items()} == {k: a.shape for k, a in plan.table.items()}
+            params = random_params(program)
+            got, want = run(programs[0], step, params, rows, program.device_table), wanted(program, params, rows)
+            differences = reference.difference(want, got)
+            assert max(differences.values()) < 1e-5, (program.table.name, differences)
+
+
+# ------------------------------------------------------------------------------------------- the matrix can fail
+BASE = Case("interleaved/2", "split", "pipe2 data2", "4p", "none", "skip", "uneven", "llama", "tied", "zero0")
+
+
+@pytest.fixture(scope="module")
+def base(rows):
+    program = program_of(BASE)
+    params = random_params(program)
+    return program, compiled(program), params, wanted(program, params, rows)
+
+
+def changed_row(program: Program, field: str, change, which: int = -2) -> dict:
+    """The table with one field of one busy row changed."""
+    fields = pipeline.RANK_FIELDS
+    ranks = program.plan.rows.ranks.copy()
+    busy = np.argwhere(ranks[..., fields.index(f"{field[0]}_busy")] == 1)
+    tick, rank = busy[which]
+    column = fields.index(field)
+    ranks[tick, rank, column] = change(ranks[tick, rank, column])
+    return dict(program.plan.table, ranks=ranks)
+
+
+def test_mutants_are_caught(base, rows):
+    program, step, params, want = base
+    assert worst(want, run(program, step, params, rows)) < 1e-5
+    slots = program.plan.rows.slots
+    mutants = {
+        "B reads another stash slot": changed_row(program, "B_a", lambda i: (i + 1) % slots["a"]),
+        "W reads another stash slot": changed_row(program, "W_aw", lambda i: (i + 1) % slots["aw"]),
+        "W takes another's hand-over": changed_row(program, "W_cut", lambda i: (i + 1) % (slots["cut"] + 1)),
+        "F takes the next microbatch": changed_row(program, "F_m", lambda m: m - 1),
+        "B takes the next microbatch": changed_row(program, "B_m", lambda m: m - 1),
+        "W adds to another chunk": changed_row(program, "W_c", lambda c: 1 - c),
+        "F runs another chunk": changed_row(program, "F_c", lambda c: 1 - c),
+    }
+    for name, table in mutants.items():
+        assert worst(want, run(program, step, params, rows, table)) > 1e-3, name
+
+
+def test_a_missing_reduction_is_caught(base, rows, monkeypatch):
+    program, _, params, want = base
+    specs = jax.tree.map(lambda s: s, program.specs)
+    specs["layers"]["up"]["kernel"] = dataclasses.replace(specs["layers"]["up"]["kernel"], sum_axes=("replica",))
+    broken = program_of(BASE)
+    vars(broken)["specs"] = specs
+    differences = reference.difference(want, run(broken, compiled(broken), params, rows))
+    wrong = {name for name, d in differences.items() if d > 1e-3}
+    assert "grads/layers/up/kernel" in wrong and "grads/layers/down/kernel" not in wrong, differences
+
+
+def test_poison_changes_nothing(base, rows):
+    """NaN in unwritten buffers and idle slots: bitwise the same results."""
+    program, step, params, _ = base
+    poisoned = program_of(BASE)
+    vars(poisoned)["plan"] = dataclasses.replace(poisoned.plan, poison=True)
+    clean, dirty = run(program, step, params, rows), run(poisoned, compiled(poisoned), params, rows)
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+
+
+def test_a_step_that_is_not_finite_is_skipped(base, rows):
+    program, _, params, _ = base
+    bad = jax.tree.map(np.copy, params)
+    bad["layers"]["up"]["kernel"][0, 0, 0] = np.nan
+    state = dict(reference.place(program, bad), step=np.int32(3), skipped=np.int32(0))
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = program.train_step(state, program.put(rows))
+    assert int(metrics["skipped"]) == 1 and int(after["step"]) == 4 and int(after["skipped"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, before["params"], after["params"])
+    jax.tree.map(np.testing.assert_array_equal, before["optimizer"], after["optimizer"])
+
+
+def test_forward_only_equals_the_plain_model(base, rows):
+    program, _, params, _ = base
+    state = reference.place(program, params)
+    out = program.eval_step(state["params"], program.put(rows))
+    model = Transformer(dataclasses.replace(program.config.model, dropout=0.0), np.float32, 1)
+    side = dict(rows, key=np.zeros((ROWS, 2), np.uint32))
+    logits = np.asarray(reference.forward(model, params, side))
+    logp = jax.nn.log_softmax(logits)[np.arange(ROWS)[:, None], np.arange(LENGTH), rows["targets"]]
+    np.testing.assert_allclose(out["nll"], -(rows["weights"] * logp).sum(1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(out["tokens"], rows["weights"].sum(1))
+    last = np.arange(ROWS, dtype=np.int32) % LENGTH
+    got = program.next_logits(state["params"], program.put(dict(rows, last=last)))
+    np.testing.assert_allclose(got, logits[np.arange(ROWS), last], rtol=1e-5, atol=1e-5)
+
+
+def test_forward_only_table_is_a_schedule():
+    assert schedule.make_forward("loop", 2, 3, 2).forward_only
