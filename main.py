@@ -4,8 +4,8 @@ Everything that can be refused is refused before jax is imported, so a misspelt 
 """
 
 import dataclasses
-from dataclasses import replace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ def _configuration(options: Options) -> Config:
         raise UserError("train needs --config=FILE, for example --config=experiments/configs/demo.py")
     else:
         base = load_config(options.workdir)
-        if any(name.startswith("mesh.") for name, _ in options.changes):  # these follow from the mesh: derive them again
+        if any(
+            name.startswith("mesh.") for name, _ in options.changes
+        ):  # these follow from the mesh: derive them again
             base = replace(base, pipeline=replace(base.pipeline, microbatches=0, layers_per_chunk=()))
     config = request_devices(overrides.apply(base, options.changes), options.devices)
     return config

@@ -155,7 +155,7 @@ def _gathered(plan: Plan, params: Tree) -> Tree:
         dim = plan.zero_dim(spec)
         return x if dim is None else lax.all_gather(x, "data", axis=dim, tiled=True)
 
-    return jax.tree.map(one, plan.specs, params)
+    return _by_device(plan, lambda params: jax.tree.map(one, plan.specs, params))(params)
 
 
 def _reduced(plan: Plan, grads: Tree) -> Tree:
@@ -168,7 +168,17 @@ def _reduced(plan: Plan, grads: Tree) -> Tree:
             axes = tuple(a for a in axes if a != "data")
         return lax.psum(g, tuple(a for a in axes if plan.mesh.shape[a] > 1))
 
-    return jax.tree.map(one, plan.specs, grads)
+    return _by_device(plan, lambda grads: jax.tree.map(one, plan.specs, grads))(grads)
+
+
+def _by_device(plan: Plan, run: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+    """`run` (parameters to parameters) manual over `tensor` too: left to the compiler, a leaf is gathered over `tensor`
+    before it may be gathered or scattered over `data`, and stays whole."""
+    if plan.mesh.shape["tensor"] == 1:
+        return run
+    own = lambda spec: automatic_part(partition(spec, plan.layout, plan.mesh.shape), MANUAL_AXES)
+    specs = jax.tree.map(own, plan.specs)
+    return jax.shard_map(run, in_specs=(specs,), out_specs=specs, axis_names={"tensor"}, check_vma=False)
 
 
 def _at(tree: Tree, *indices: jax.Array) -> Tree:

@@ -21,7 +21,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 # ----------------------------------------------------------------------------------------------- layers to cut
 def mlp(w, ctx, state, x):
     """The least: two matmuls, a bias, a residual branch; no context, state or sums."""
-    return x + checkpoint_name(jnp.tanh(x @ w["up"] + w["bias"]), "up") @ w["down"], state, {}
+    return x + jnp.sin(checkpoint_name(x @ w["up"] + w["bias"], "up")) @ w["down"], state, {}
 
 
 @jax.custom_vjp
@@ -105,16 +105,22 @@ def cut(name, mode="none", fused=False):
 
 @functools.cache
 def wanted(name):
-    """Of the plain layer: output, new state, sums, gradient of the carry and of the parameters, by jax.vjp."""
+    """Of the plain layer: output, new state, sums, gradient of the carry and of the parameters, by jax.vjp; evaluated
+    equation by equation like the programs, since XLA rounds differently when it compiles several together."""
     layer, given, dy = LAYERS[name]
 
-    def differentiated(w, x):
-        y, state, sums = layer(w, given["ctx"], given["state"], x)
-        return (y, sums), state
+    def run(w, ctx, state, x, seeds, dy):
+        def differentiated(w, x):
+            y, new, sums = layer(w, ctx, state, x)
+            return (y, sums), new
 
-    (y, sums), pull, state = jax.vjp(differentiated, given["w"], given["x"], has_aux=True)
-    dw, dx = pull((dy, given["seeds"]))
-    return y, state, sums, dx, dw
+        (y, sums), pull, new = jax.vjp(differentiated, w, x, has_aux=True)
+        dw, dx = pull((dy, seeds))
+        return y, new, sums, dx, dw
+
+    args = (*(given[n] for n in ("w", "ctx", "state", "x", "seeds")), dy)
+    flat, out = flat_jaxpr(run, *args)
+    return jax.tree.unflatten(jax.tree.structure(out), jax.core.eval_jaxpr(flat.jaxpr, flat.consts, *jax.tree.leaves(args)))
 
 
 def assert_same(want, got):
@@ -219,16 +225,10 @@ def test_masks_and_casts_are_not_stashed():
 
 
 def test_a_residual_that_only_the_input_gradient_reads_does_not_wait_for_w():
-    """w is read by B, tanh's output by both, and x by W alone."""
     programs = cut("mlp")
-    assert [a.shape for a in programs.a] == []
-    assert sorted(a.shape for a in programs.aw) == [(B, S, D), (B, S, F)]
+    assert [a.shape for a in programs.a] == [(B, S, F)]  # cos
+    assert sorted(a.shape for a in programs.aw) == [(B, S, D), (B, S, F)]  # the input and sin
     assert sorted(a.shape for a in programs.cut) == [(B, S, D), (B, S, F)]  # the gradients of both matmuls' outputs
-    elementwise = split(
-        lambda w, ctx, state, x: (jnp.sin(x) @ w, state, {}), WEIGHTS["query"], (), {}, X, {}
-    )
-    assert [a.shape for a in elementwise.a] == [(B, S, D)]  # cos(x)
-    assert [a.shape for a in elementwise.aw] == [(B, S, D)]  # sin(x)
 
 
 def test_under_full_remat_the_stash_is_the_input_and_the_state():

@@ -1,0 +1,260 @@
+"""What a program asks for (its jaxpr), and what its compiled form communicates and holds (its HLO text), as plain data.
+
+A collective in a loop runs in every turn of it, one in a branch only when the branch is taken: where a collective is
+is what cost tests and a planner ask. Reads the text of XLA:CPU, and the asynchronous forms that XLA:GPU writes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute", "all_to_all")
+"""Primitives of a jaxpr that communicate."""
+
+LOOPS = ("scan", "while")
+"""Primitives of a jaxpr whose body runs more than once."""
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
+_COLLECTIVE = re.compile(rf"^(?:ROOT )?%?([\w.-]+) = (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_CALLED = re.compile(r"\b(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)")
+_CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_IOTA_GROUPS = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction, on one device.
+
+    kind: one of KINDS. groups: the partitions that communicate (of a permute: its source and target pairs).
+    results: (type, dimensions) of each result; bytes: of all of them. loops: the number of turns of each loop around
+    it, the outermost first, 0 where the program does not say. branches: conditionals around it. source: the place in
+    the traced program that it comes from."""
+
+    name: str
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    loops: tuple[int, ...] = ()
+    branches: int = 0
+    source: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the results on one device."""
+        return sum(-(-math.prod(dims) * _bits(dtype) // 8) for dtype, dims in self.results)
+
+    @property
+    def times(self) -> int:
+        """How often it runs in one execution of the program, if every branch around it is taken; 0: not known."""
+        return math.prod(self.loops)
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The mesh axes that it crosses, for a mesh of `sizes` (outermost axis first) in the order of the devices."""
+        names, shape = list(sizes), tuple(sizes.values())
+        found = set()
+        for group in self.groups:
+            places = np.array(np.unravel_index(group, shape))
+            found.update(np.flatnonzero((places != places[:, :1]).any(1)))
+        return tuple(name for i, name in enumerate(names) if i in found)
+
+
+def collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program, `compiled.as_text()`, in the order of the text's computations.
+
+    A computation that is called from two places counts twice. Raises ValueError when the text has no entry."""
+    computations, entry = _computations(text)
+    partitions = re.search(r"num_partitions=(\d+)", text)
+    everyone = tuple(range(int(partitions[1]) if partitions else 1))
+    found = []
+
+    def visit(name: str, loops: tuple[int, ...], branches: int) -> None:
+        for line in computations.get(name, ()):
+            code, _, meta = line.partition(", metadata={")
+            called = [(key, [callee]) for key, callee in _CALLED.findall(code)]
+            called += [(key, re.findall(r"[\w.-]+", names)) for key, names in _CALLED_LISTS.findall(code)]
+            match = _COLLECTIVE.match(code)
+            wrapped = match and match[4] and any(key in ("calls", "called_computations") for key, _ in called)
+            if match and not wrapped:  # the collective inside a wrapped one is met below
+                source = re.search(r'op_name="([^"]*)"', meta)
+                groups, results = _groups(code, everyone), _results(match[2], match[3] if match[4] else "")
+                where = loops, branches, source[1] if source else ""
+                found.append(Collective(match[1], match[3], groups, results, *where))
+                continue
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for key, names in called:
+                inside = (*loops, int(trips[1]) if trips else 0) if key in ("body", "condition") else loops
+                for callee in names:
+                    visit(callee, inside, branches + key.endswith(("_computation", "branch_computations")))
+
+    visit(entry, (), 0)
+    return found
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of every computation, and the name of the entry."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif line.startswith(" "):
+            lines.append(line.strip())
+    if not entry:
+        raise ValueError("this is not the text of a compiled program: there is no ENTRY computation")
+    return computations, entry
+
+
+def _groups(code: str, everyone: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The members of each group, in any form that XLA writes; `{}` and nothing mean one group of all."""
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", code)
+    if listed:
+        return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    iota, mesh = _IOTA_GROUPS.search(code), _MESH_GROUPS.search(code)
+    if iota:
+        ids = _iota(*iota.groups()[1:]).reshape(_integers(iota[1]))
+    elif mesh:
+        ids = _along(mesh[1], mesh[2], mesh[3])
+    elif re.search(r"replica_groups=(?!\{\})", code):
+        raise ValueError(f"replica groups of an unknown form: {code}")
+    else:
+        return (everyone,)
+    return tuple(tuple(int(i) for i in group) for group in ids)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(i) for i in text.split(","))
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """The ids 0, 1, ... in the given dimensions, transposed."""
+    dims = _integers(dims)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(_integers(order) if order else None)
+
+
+def _along(mesh: str, devices: str | None, inside: str) -> np.ndarray:
+    """The groups [n, members] along the axes `inside`, "'a', 'b':(before)size", of a mesh "'a'=4,'b'=8" of devices, an
+    iota or a list of ids. An axis may be cut: only `size` of its places, each `before` times, are inside."""
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    cuts = {name: (before, n) for name, before, n in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", inside)}
+    dims, own = [], []
+    for name, size in sizes.items():
+        before, n = (int(c or d) for c, d in zip(cuts.get(name, (size, 1)), (1, size)))
+        own += [len(dims) + 1] if name in cuts else []
+        dims += [before, n, size // before // n]
+    iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices or "")
+    ids = _iota(*iota.groups()) if iota else np.array(_integers(devices)) if devices else np.arange(math.prod(dims))
+    order = [i for i in range(len(dims)) if i not in own] + own
+    return ids.reshape(dims).transpose(order).reshape(-1, math.prod(dims[i] for i in own))
+
+
+def _results(shape: str, started: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Types and dimensions in a result's shape. `started`: the kind of an asynchronous start, whose shape is a tuple of
+    operands, results and contexts (but of an all-reduce, results alone)."""
+    shape = re.sub(r"/\*.*?\*/", "", shape)
+    if started and started != "all-reduce":
+        shape = _elements(shape)[1]
+    return tuple((t, tuple(int(d) for d in dims.split(",") if d)) for t, dims in _SHAPE.findall(shape))
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple shape, as text."""
+    parts, depth, start = [], 0, 1
+    for i, letter in enumerate(shape):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            parts.append(shape[start:i].strip())
+            start = i + 1
+    return parts
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a compiled program on one device. `temporaries` is what it needs beside arguments and results."""
+
+    arguments: int
+    results: int
+    aliased: int
+    temporaries: int
+
+
+def memory(compiled: Any) -> Memory:
+    """What XLA allocates for a compiled program (`jit(f).lower(...).compile()`)."""
+    m = compiled.memory_analysis()
+    return Memory(m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes)
+
+
+def equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[tuple[core.JaxprEqn, tuple[str, ...]]]:
+    """Every equation of a jaxpr and of those inside it, with the names of the primitives around it, outermost first."""
+
+    def walk(jaxpr, around):
+        for equation in jaxpr.eqns:
+            yield equation, around
+            for inner in _inner(list(equation.params.values())):
+                yield from walk(inner, (*around, equation.primitive.name))
+
+    return walk(getattr(jaxpr, "jaxpr", jaxpr), ())
+
+
+def _inner(values: Any) -> Iterator[core.Jaxpr]:
+    for value in values:
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _inner(value)
+
+
+def count_equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> int:
+    """The number of equations of a jaxpr and of all inside it: what tracing and compiling pay for."""
+    return sum(1 for _ in equations(jaxpr))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A collective that a program's author asked for: a primitive of COLLECTIVES, the mesh axes that it names, (type,
+    dimensions) of an operand on one device (axes left to the compiler not divided), and whether a loop is around it."""
+
+    primitive: str
+    axes: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    looped: bool
+
+
+def requests(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[Request]:
+    """The collectives that a jaxpr asks for, one entry an operand; those that name no axis are left out."""
+    found = []
+    for equation, around in equations(jaxpr):
+        name = equation.primitive.name
+        if name in COLLECTIVES:
+            axes = equation.params.get("axes", equation.params.get("axis_name"))
+            axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
+            avals = [v.aval for v in equation.invars]
+            looped = any(outer in LOOPS for outer in around)
+            found += [Request(name, axes, str(a.dtype), tuple(a.shape), looped) for a in avals if axes]
+    return found
