@@ -109,9 +109,7 @@ def write_shards(folder: Path, name: str, info: Info, stored: Stored, shards) ->
                 held = [(region, block)]
             for disk, values in held:
                 # Nobody changes the host copies, so tensorstore need not copy them once more.
-                write = lambda disk=disk, values=values: store[disk].write(
-                    values, can_reference_source_data_indefinitely=True
-                )
+                write = lambda disk=disk, values=values: store[disk].write(values, can_reference_source_data_indefinitely=True)
                 window.add(values.nbytes, write)
 
 

@@ -82,7 +82,7 @@ def attention(
 
 
 def _reference(q, k, v, mask, scale, softcap, alibi_slopes):
-    (b, t, h, _), (s, groups) = q.shape, k.shape[1:3]
+    (t, h), (s, groups) = q.shape[1:3], k.shape[1:3]
     k, v = (jnp.repeat(a, h // groups, axis=2) for a in (k, v))
     scores_BHTS = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:

@@ -70,15 +70,11 @@ class MeshConfig:
         free = [axis for axis, size in sizes.items() if size == -1]
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise UserError(
-                    f"mesh.{axis}={size}: an axis is a positive number, or -1 for the devices that are left"
-                )
+                raise UserError(f"mesh.{axis}={size}: an axis is a positive number, or -1 for the devices that are left")
         if not free:
             return self
         if len(free) > 1:
-            raise UserError(
-                f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one can take the devices that are left"
-            )
+            raise UserError(f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one can take the devices that are left")
         rest = math.prod(size for size in sizes.values() if size != -1)
         if devices is None:
             raise UserError(
@@ -87,8 +83,7 @@ class MeshConfig:
             )
         if devices % rest:
             raise UserError(
-                f"mesh.{free[0]}=-1 with {devices} devices: the other axes multiply to {rest}, "
-                f"which does not divide {devices}"
+                f"mesh.{free[0]}=-1 with {devices} devices: the other axes multiply to {rest}, which does not divide {devices}"
             )
         return dataclasses.replace(self, **{free[0]: devices // rest})
 
@@ -130,9 +125,7 @@ class DataConfig:
     """The text."""
 
     paths: tuple[str, ...] = option((), "text and JSONL files, folders or glob patterns")
-    held_out: str = option(
-        "0.1", "documents kept for evaluation: a count, a fraction or patterns on names; empty: none"
-    )
+    held_out: str = option("0.1", "documents kept for evaluation: a count, a fraction or patterns on names; empty: none")
     tokenizer: str = option("", "tokenizer.json to use; empty: train one with model.vocab entries")
 
 
@@ -220,9 +213,7 @@ class Config:
             return None
         start, colon, stop = self.profile.partition(":")
         if not (colon and start.isdigit() and stop.isdigit() and 0 < int(start) <= int(stop)):
-            raise UserError(
-                f"profile={self.profile}: expected START:STOP, the first and last step to trace, such as 10:12"
-            )
+            raise UserError(f"profile={self.profile}: expected START:STOP, the first and last step to trace, such as 10:12")
         return int(start), int(stop)
 
     def validate(self, device_count: int | None = None) -> "Config":
@@ -253,9 +244,7 @@ class Config:
                 f"kv_heads that fit are {_list(_divisors(model.heads))}"
             )
         if model.positions == "rotary" and model.head_dim % 2:
-            raise UserError(
-                f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs, use an even head_dim"
-            )
+            raise UserError(f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs, use an even head_dim")
         if model.positions == "learned" and config.batch.length > model.max_length:
             raise UserError(
                 f"batch.length={config.batch.length} is longer than the {model.max_length} learned positions of "

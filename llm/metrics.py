@@ -142,12 +142,8 @@ def _wandb(workdir: Path, config: Config) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError(
-            f"wandb={config.wandb} needs the wandb package: pip install wandb, or set wandb to nothing"
-        ) from error
-    return wandb.init(
-        project=config.wandb, dir=str(workdir), id=_run_id(workdir), resume="allow", config=to_dict(config)
-    )
+        raise UserError(f"wandb={config.wandb} needs the wandb package: pip install wandb, or set wandb to nothing") from error
+    return wandb.init(project=config.wandb, dir=str(workdir), id=_run_id(workdir), resume="allow", config=to_dict(config))
 
 
 def _run_id(workdir: Path) -> str:

@@ -155,9 +155,7 @@ class Embed(nnx.Module):
         learned = c.positions == "learned"
         self.positions = (
             # the first rank of the pipe adds them, so their gradient is there only
-            declare(
-                rngs, (c.max_length, c.width), (None, None), normal(INIT_STD), "embedding", sum_axes=(*SUM_AXES, "pipe")
-            )
+            declare(rngs, (c.max_length, c.width), (None, None), normal(INIT_STD), "embedding", sum_axes=(*SUM_AXES, "pipe"))
             if learned
             else None
         )
@@ -168,9 +166,7 @@ class Head(nnx.Module):
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
         self.norm = Norm(c, rngs)
-        self.tokens = (
-            None if c.tied else declare(rngs, (c.vocab, c.width), ("vocab", None), normal(INIT_STD), "embedding")
-        )
+        self.tokens = None if c.tied else declare(rngs, (c.vocab, c.width), ("vocab", None), normal(INIT_STD), "embedding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +180,12 @@ class Transformer:
     config: ModelConfig
     dtype: Any = jnp.float32
     tensor: int = 1
-    objective: Any = CrossEntropy()
+    objective: CrossEntropy = dataclasses.field(default_factory=CrossEntropy)
 
     @functools.cached_property
     def _parts(self) -> dict[str, tuple[Any, Any]]:
         modules = dict(layers=Block, embed=Embed, head=Head)
-        return {name: nnx.split(nnx.eval_shape(lambda: m(self.config, nnx.Rngs(0)))) for name, m in modules.items()}
+        return {name: nnx.split(nnx.eval_shape(lambda m=m: m(self.config, nnx.Rngs(0)))) for name, m in modules.items()}
 
     def specs(self) -> dict[str, Any]:
         """The declaration of every parameter, a tree like the parameters."""

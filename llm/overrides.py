@@ -88,9 +88,7 @@ def apply(config: Any, overrides: Iterable[tuple[str, str]]) -> Any:
         if name not in known:
             inside = [other.rpartition(".")[2] for other in known if other.startswith(name + ".")]
             if inside:
-                raise UserError(
-                    f"{name} is a group of options ({', '.join(inside)}): set one, as in {name}.{inside[0]}"
-                )
+                raise UserError(f"{name} is a group of options ({', '.join(inside)}): set one, as in {name}.{inside[0]}")
             raise UserError(f"the configuration has no {name}{suggest(name, known)}")
         field = known[name][0]
         value = parse(name, text, field.type)

@@ -29,9 +29,7 @@ class Run:
     corpus: Corpus | None
 
 
-def open_run(
-    workdir: str | Path, step: int | None = None, config: Config | None = None, with_corpus: bool = True
-) -> Run:
+def open_run(workdir: str | Path, step: int | None = None, config: Config | None = None, with_corpus: bool = True) -> Run:
     """Open checkpoint `step` (None or -1: the newest) of a run in any layout. Raises UserError.
 
     config: the run's own with another layout, batch or text, or None.

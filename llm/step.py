@@ -205,9 +205,7 @@ class Program:
             return choose(stepped, params), choose(new, moments)
 
         specs = (params, moments, params, P(), P(), P())
-        run = jax.shard_map(
-            update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2], axis_names={"pipe"}, check_vma=False
-        )
+        run = jax.shard_map(update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2], axis_names={"pipe"}, check_vma=False)
         return run(state["params"], state["optimizer"], grads, factor, rate, keep)
 
     def gradients(self, state: Tree, batch: Tree, table: Tree) -> tuple[Tree, Tree]:
@@ -235,9 +233,7 @@ class Program:
     @functools.cached_property
     def compiled_train_step(self):
         """The jitted (state, batch, table) -> (state, metrics); the state is donated."""
-        return jax.jit(
-            self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P()))
-        )
+        return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
 
     def _put_table(self, plan: pipeline.Plan) -> Tree:
         at = dict(ranks=P(None, "pipe"), joint=P())

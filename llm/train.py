@@ -73,9 +73,7 @@ def _open_corpus(config: Config, workdir: Path, meta: dict[str, Any] | None) -> 
             f"the tokenizer has {corpus.tokenizer.size} ids and model.vocab={config.model.vocab}: raise model.vocab"
         )
     if meta and meta["tokenizer"] != corpus.tokenizer.hash:
-        raise UserError(
-            f"the text behind data.paths has changed since the run in {workdir} began: use another --workdir"
-        )
+        raise UserError(f"the text behind data.paths has changed since the run in {workdir} began: use another --workdir")
     corpus.tokenizer.save(workdir / TOKENIZER)
     return corpus
 
@@ -184,9 +182,7 @@ class Loop:
             devices = list(self.program.mesh.devices.flat)
             self.sampler = build(batch_config(self.config, 1, length), devices)
         sampling = Sampling(temperature=0.8, max_tokens=SAMPLE_TOKENS)
-        return tokenizer.decode(
-            continue_prompts(self.sampler, params, prompts, sampling, tokenizer.end, tokenizer.size)[0]
-        )
+        return tokenizer.decode(continue_prompts(self.sampler, params, prompts, sampling, tokenizer.end, tokenizer.size)[0])
 
     def _save(self, state: Any, step: int) -> None:
         meta = {

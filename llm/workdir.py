@@ -48,9 +48,7 @@ def check_resume(workdir: str | Path, config: Config, refused: tuple[str, ...] =
         return []
     before, now = (leaves(replace(c, model=c.model.resolved())) for c in (load_config(workdir), config))
     changed = {
-        name: f"{name} was {before[name][1]} and is now {value}"
-        for name, (_, value) in now.items()
-        if value != before[name][1]
+        name: f"{name} was {before[name][1]} and is now {value}" for name, (_, value) in now.items() if value != before[name][1]
     }
     wrong = [text for name, text in changed.items() if name.startswith(refused) and name not in TRAINING]
     if wrong:

@@ -93,8 +93,7 @@ def stored(spec: ParamSpec, layout: Layout) -> Stored:
 def memory_shape(spec: ParamSpec, layout: Layout, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape in memory: [chunks, pipe, slots, ...] when stacked, and padded to what the mesh axes divide."""
     padded = tuple(
-        -(-n // _ways(axis, sizes)) * _ways(axis, sizes) if axis in PADDED else n
-        for n, axis in zip(spec.shape, spec.axes)
+        -(-n // _ways(axis, sizes)) * _ways(axis, sizes) if axis in PADDED else n for n, axis in zip(spec.shape, spec.axes)
     )
     return (*layout.index_CPL.shape, *padded) if spec.stacked else padded
 

@@ -18,7 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call")
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
 """Primitives that only call a jaxpr, by their names in jax 0.10 to 0.12."""
 
 

@@ -30,7 +30,14 @@ def batch(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, np.nda
             segments[i, start : start + n] = segment
             positions[i, start : start + n] = np.arange(n)
             weights[i, start : start + n - 1] = 1
-    return dict(tokens=tokens, targets=targets, segments=segments, positions=positions, weights=weights, example=np.arange(rows, dtype=np.int32))
+    return dict(
+        tokens=tokens,
+        targets=targets,
+        segments=segments,
+        positions=positions,
+        weights=weights,
+        example=np.arange(rows, dtype=np.int32),
+    )
 
 
 def forward(model: Transformer, params: dict, side: dict) -> jax.Array:

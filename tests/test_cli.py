@@ -33,7 +33,8 @@ def refused(capsys, *arguments: str) -> str:
 
 def test_help_lists_commands_and_every_option(capsys):
     assert dispatch(COMMANDS, ["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
     assert dispatch(COMMANDS, ["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "optimizer.lr=0.001" in text and "model.tied=true" in text and "adamw | muon | sgd" in text

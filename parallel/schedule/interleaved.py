@@ -41,7 +41,7 @@ def looped_bfs(stages: int, microbatches: int, chunks: int = 2, split: bool = Fa
 def gis(stages: int, microbatches: int, chunks: int = 2, group: int = 0) -> Table:
     """Interleaved with a split backward: (v-1)g + (p-1-r) forwards first, W lags by the rank. PipeOffload, arXiv 2503.01328.
 
-    Peak p microbatches on every rank, bubble (p-1)(F+B)/v. (PyTorch's InterleavedZeroBubble.)
+    Peak p microbatches on every rank; with W in the gaps the bubble is (p-1)(F+B-W)/v. PyTorch's InterleavedZeroBubble.
     """
     g = group or stages
     if g < stages:

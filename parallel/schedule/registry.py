@@ -7,67 +7,191 @@ import difflib
 from collections.abc import Callable
 
 from parallel.errors import UserError
-from parallel.schedule import interleaved, one_f_one_b
+from parallel.schedule import adaptive, dual_pipe, interleaved, one_f_one_b, table_csv, v_shapes, waves, zero_bubble
 from parallel.schedule.order import group_sizes, groups
 from parallel.schedule.table import Action, Table, stage_of
+
+Costs = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """What a schedule is built for. memory: microbatches a rank may hold, 0 for the schedule's own."""
+
+    stages: int
+    microbatches: int
+    chunks: int
+    group: int
+    split: bool
+    costs: Costs
+    comm: float
+    memory: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A named schedule: how it is built and what it asks for.
+    """A named schedule.
 
-    build: (stages, microbatches, chunks, group, split) -> Table. chunks: the default. fixed_chunks: no other number
-    works. split: whether its own form has W apart. rule: its constraints in a few words. executable: whether the
-    trainer can run it.
+    build: Ask -> Table. rule: its constraints in a few words. chunks: the default number of chunks a rank; free_chunks: others work.
+    grouped: knows groups of microbatches. split: in its own form W is apart from B. executable: the trainer can run it. timed:
+    its order depends on costs. needs: a rule that stages and microbatches must keep, else it raises.
     """
 
-    build: Callable[[int, int, int, int, bool], Table]
-    rule: str
+    build: Callable[[Ask], Table]
+    rule: str = "any stages and microbatches"
     chunks: int = 1
-    fixed_chunks: bool = True
+    free_chunks: bool = False
     grouped: bool = False
-    split: bool = False
+    split: bool = True
     executable: bool = True
+    timed: bool = False
+
+
+def _zb(name: str, limit: float) -> Callable[[Ask], Table]:
+    return lambda a: zero_bubble.zb_automatic(
+        name, a.stages, a.microbatches, a.costs, a.comm, a.memory / a.stages if a.memory else limit
+    )
+
+
+def _auto(a: Ask) -> Table:
+    from parallel.schedule.search import search  # tries the others: imported late
+
+    return search(a.stages, a.microbatches, a.costs, a.comm, a.memory, a.chunks).table
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(lambda p, m, v, g, split: one_f_one_b.gpipe(p, m, split), "any stages and microbatches"),
-    "1f1b": Schedule(lambda p, m, v, g, split: one_f_one_b.one_f_one_b(p, m, split), "any stages and microbatches"),
-    "eager-1f1b": Schedule(
-        lambda p, m, v, g, split: one_f_one_b.eager_one_f_one_b(p, m, split), "any stages and microbatches"
-    ),
+    "gpipe": Schedule(lambda a: one_f_one_b.gpipe(a.stages, a.microbatches, a.split), split=False),
+    "1f1b": Schedule(lambda a: one_f_one_b.one_f_one_b(a.stages, a.microbatches, a.split), split=False),
+    "eager-1f1b": Schedule(lambda a: one_f_one_b.eager_one_f_one_b(a.stages, a.microbatches, a.split), split=False),
     "interleaved": Schedule(
-        interleaved.interleaved, "any chunks; group at least the stages", chunks=2, fixed_chunks=False, grouped=True
+        lambda a: interleaved.interleaved(a.stages, a.microbatches, a.chunks, a.group, a.split),
+        "any chunks; a group has at least as many microbatches as there are stages",
+        chunks=2,
+        free_chunks=True,
+        grouped=True,
+        split=False,
+    ),
+    "looped-bfs": Schedule(
+        lambda a: interleaved.looped_bfs(a.stages, a.microbatches, a.chunks, a.split),
+        "any chunks",
+        chunks=2,
+        free_chunks=True,
+        split=False,
+    ),
+    "gis": Schedule(
+        lambda a: interleaved.gis(a.stages, a.microbatches, a.chunks, a.group),
+        "any chunks; a group has at least as many microbatches as there are stages",
+        chunks=2,
+        free_chunks=True,
+        grouped=True,
+    ),
+    "gis-h": Schedule(
+        lambda a: interleaved.gis_h(a.stages, a.microbatches, a.chunks, a.group),
+        "any chunks; a group of half of the stages to all",
+        chunks=2,
+        free_chunks=True,
+        grouped=True,
+    ),
+    "zb-h1": Schedule(lambda a: zero_bubble.zb_h1(a.stages, a.microbatches)),
+    "zb-h2": Schedule(lambda a: zero_bubble.zb_h2(a.stages, a.microbatches)),
+    "zb-1p": Schedule(_zb("zb-1p", 1), timed=True),
+    "zb-2p": Schedule(_zb("zb-2p", 2), timed=True),
+    "zb-v": Schedule(lambda a: v_shapes.zb_v(a.stages, a.microbatches), "two chunks", chunks=2),
+    "v-half": Schedule(lambda a: v_shapes.v_half(a.stages, a.microbatches), "two chunks", chunks=2),
+    "v-min": Schedule(lambda a: v_shapes.v_min(a.stages, a.microbatches), "two chunks", chunks=2),
+    "adaptive-v": Schedule(
+        lambda a: adaptive.adaptive_v(a.stages, a.microbatches, a.costs, a.comm, a.memory),
+        "two chunks; memory for v-min at least",
+        chunks=2,
+        timed=True,
+    ),
+    "dualpipe-v": Schedule(lambda a: dual_pipe.dual_pipe_v(a.stages, a.microbatches), "two chunks", chunks=2),
+    "dualpipe": Schedule(
+        lambda a: dual_pipe.dual_pipe(a.stages, a.microbatches),
+        "two copies of the model; even stages, even microbatches, at least two per stage; not executed",
+        chunks=2,
+        executable=False,
+    ),
+    "chimera": Schedule(
+        lambda a: waves.chimera(a.stages, a.microbatches),
+        "two copies of the model; even stages, even microbatches; not executed",
+        chunks=2,
+        split=False,
+        executable=False,
+    ),
+    "hanayo": Schedule(
+        lambda a: waves.hanayo(a.stages, a.microbatches, a.chunks),
+        "an even number of chunks, two for each wave; not executed",
+        chunks=2,
+        free_chunks=True,
+        split=False,
+        executable=False,
+    ),
+    "auto": Schedule(
+        _auto,
+        "the best table that the search finds; chunks: the most it may use",
+        chunks=2,
+        free_chunks=True,
+        timed=True,
     ),
 }
 
 
-def make(name: str, stages: int, microbatches: int, chunks: int = 0, group: int = 0, backward: str = "") -> Table:
-    """The table of a named schedule for `stages` pipeline ranks and `microbatches`.
+def make(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 0,
+    group: int = 0,
+    backward: str = "",
+    costs: Costs = (1.0, 1.0, 1.0),
+    comm: float = 0.0,
+    memory: float = 0.0,
+) -> Table:
+    """The table of a named schedule, or of a CSV file, for `stages` pipeline ranks and `microbatches`.
 
-    chunks, group: 0 for the schedule's own. backward: 'whole' (BW), 'split' (W apart and deferred) or '' for the
-    schedule's own. Raises UserError that names the schedule's rule when the combination is impossible.
+    chunks, group: 0 for the schedule's own. backward: 'whole' (BW), 'split' (W apart and deferred) or '' for the schedule's own.
+    costs, comm: times of F, B, W of one full rank and the delay between ranks, for schedules that are fitted to them. memory:
+    microbatches that a rank may hold, for those that know a limit (0: their own).
+    Raises UserError that names the schedule's rule when the combination is impossible.
     """
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, 1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"there is no schedule {name!r}{hint} Known: {', '.join(SCHEDULES)}")
-    spec = SCHEDULES[name]
-    if stages < 1 or microbatches < 1 or chunks < 0 or group < 0:
+    if stages < 1 or microbatches < 1 or chunks < 0 or group < 0 or memory < 0:
         raise UserError(
-            f"{name}: stages and microbatches are at least 1, chunks and group at least 0 (0: the schedule's own)"
+            f"{name}: stages and microbatches are at least 1; chunks, group and memory at least 0 (0: the schedule's own)"
         )
     if backward not in ("", "whole", "split"):
         raise UserError(f"{name}: backward is 'whole' or 'split', not {backward!r}")
-    if chunks not in (0, spec.chunks) and spec.fixed_chunks:
-        raise UserError(
-            f"{name}: has {spec.chunks} chunk{'s' * (spec.chunks > 1)} a rank, not {chunks} (rule: {spec.rule})"
-        )
+    if name.endswith(".csv"):
+        table = table_csv.load(name)
+        have, want = (table.stages, table.microbatches), (stages, microbatches)
+        if have != want or chunks not in (0, table.chunks):
+            raise UserError(
+                f"{name}: holds {have[0]} ranks x {table.chunks} chunks and {have[1]} microbatches; "
+                f"asked were {want[0]} ranks{f' x {chunks} chunks' if chunks else ''} and {want[1]} microbatches"
+            )
+        spec = Schedule(lambda a: table, "as the file says", table.chunks)
+    else:
+        spec = find(name)
+    if chunks not in (0, spec.chunks) and not spec.free_chunks:
+        many = f"{spec.chunks} chunk{'s' * (spec.chunks > 1)}"
+        raise UserError(f"{name}: has {many} a rank, not {chunks} (rule: {spec.rule})")
     if group and not spec.grouped:
         raise UserError(f"{name}: has no groups of microbatches; leave group at 0 (rule: {spec.rule})")
     split = backward == "split" or (not backward and spec.split)
-    table = spec.build(stages, microbatches, chunks or spec.chunks, group, split)
+    ask = Ask(stages, microbatches, chunks or spec.chunks, group, split, tuple(costs), comm, memory)
+    table = spec.build(ask)
+    if backward == "split":
+        table = table.split_backward()
     return table.join_backward() if backward == "whole" else table
+
+
+def find(name: str) -> Schedule:
+    """The schedule of that name; raises UserError with the nearest one."""
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(f"there is no schedule {name!r}{hint}; known are {', '.join(SCHEDULES)}, and FILE.csv")
+    return SCHEDULES[name]
 
 
 def make_forward(placement: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
@@ -76,12 +200,11 @@ def make_forward(placement: str, stages: int, microbatches: int, chunks: int = 1
     if placement == "linear":
         ranks = one_f_one_b.forward(p, m)
     elif placement == "loop":
-        order = tuple(Action("F", *unit) for unit in groups(group_sizes(m, p, p), v))
-        ranks = (order,) * p
+        ranks = (tuple(Action("F", *unit) for unit in groups(group_sizes(m, p, p), v)),) * p
     elif placement == "v":  # a microbatch enters every other step; it comes back to a rank at the other parity
         units = [(c, i) for c in range(v) for i in range(m)]
         due = lambda r, c, i: 2 * i + stage_of(placement, p, v, r, c)
-        ranks = tuple(tuple(Action("F", *u) for u in sorted(units, key=lambda u: due(r, *u))) for r in range(p))
+        ranks = tuple(tuple(Action("F", *u) for u in sorted(units, key=lambda u, r=r: due(r, *u))) for r in range(p))
     else:
         raise UserError(f"no forward-only table for a {placement} placement; use linear, loop or v")
     return Table("forward", p, v, m, placement, ranks, forward_only=True)

@@ -18,6 +18,7 @@ from parallel.schedule.table import Action, ScheduleError, Table
 
 SLOTS = "FBW"
 SHAPES = ("pairs", "single")
+ORDERS = ("keep", "retime")
 # Fine time inside a tick: 0 gradient arrives, 1 F slot, 2 activation arrives, 3 loss gradient, 4 B slot, 5 W slot.
 FINE = 6
 Lives = dict[tuple[int, int], tuple[int, int]]
@@ -30,6 +31,7 @@ class TickTable:
     table: Table
     shape: str
     at: dict[tuple[str, int, int], int]
+    order: str = "keep"
 
     @cached_property
     def length(self) -> int:
@@ -206,7 +208,9 @@ def _overlap(intervals, length: int) -> int:
 def pack(table: Table, shape: str = "pairs", order: str = "keep") -> TickTable:
     """Pack a linear, loop or V table into ticks, each action in the earliest tick that its needs allow.
 
-    order='keep': each rank keeps its order (and so the table's memory). Raises UserError for other placements.
+    order='keep': each rank keeps its order, and so the table's memory. 'retime': only the orders of its F, of its B and of its
+    W are kept, and these run side by side; faster, with more in flight. W then starts on all ranks in the same tick.
+    Raises UserError for placements that do not execute.
     """
     if table.placement not in ("linear", "loop", "v"):
         raise UserError(
@@ -214,9 +218,9 @@ def pack(table: Table, shape: str = "pairs", order: str = "keep") -> TickTable:
         )
     if shape not in SHAPES:
         raise UserError(f"the shape of a tick is one of {', '.join(SHAPES)}, not {shape!r}")
-    if order != "keep":
-        raise UserError(f"the packing order is 'keep', not {order!r}")
-    return TickTable(table, shape, _keep(table, shape == "single"))
+    if order not in ORDERS:
+        raise UserError(f"the packing order is one of {', '.join(ORDERS)}, not {order!r}")
+    return TickTable(table, shape, (_keep if order == "keep" else _retime)(table, shape == "single"), order)
 
 
 def _keep(table: Table, single: bool) -> dict[tuple[str, int, int], int]:
@@ -231,4 +235,57 @@ def _keep(table: Table, single: bool) -> dict[tuple[str, int, int], int]:
         if kind == "BW":
             at["W", s, m], slot = tick, 2
         last[r] = tick, slot
+    return at
+
+
+def _retime(table: Table, single: bool) -> dict[tuple[str, int, int], int]:
+    """Three queues a rank. In pairs each slot takes its queue's head when that is ready; single ticks take the earliest ready head."""
+    p, grid, whole = table.stages, table.stage_grid, table.whole
+    queues: list[dict[str, list[tuple[int, int, int]]]] = []  # per rank and slot: (position in the list, stage, microbatch)
+    for r, rank in enumerate(table.ranks):
+        queues.append({k: [] for k in SLOTS})
+        for i, a in enumerate(rank):
+            queues[r][a.kind[0]].append((i, grid[r][a.chunk], a.microbatch))
+    before = [table.before(s) for s in range(len(table.places))]
+    after = [table.after(s) for s in range(len(table.places))]
+    at: dict[tuple[str, int, int], int] = {}
+    head = [dict.fromkeys(SLOTS, 0) for _ in range(p)]
+    left = sum(len(q) for rank in queues for q in rank.values())
+    weights = False  # W waits until every rank has one: the ranks then enter and leave W together
+    tick = 0
+    while left:
+        for r in range(p):
+            ready = []
+            for kind in SLOTS:
+                if head[r][kind] >= len(queues[r][kind]):
+                    continue
+                i, s, m = queues[r][kind][head[r][kind]]
+                if kind == "F":
+                    ok = before[s] < 0 or at.get(("F", before[s], m), tick) < tick
+                elif kind == "B":
+                    own = at.get(("F", s, m), tick + 1)
+                    ok = own < tick + (not single) and (after[s] < 0 or at.get(("B", after[s], m), tick) < tick)
+                else:
+                    ok = weights and at.get(("B", s, m), tick + 1) < tick + (not single)
+                if not ok:
+                    continue
+                ready.append((i, kind, s, m))
+                if not single:  # done at once: a B may follow its F, a W its B, in the same tick
+                    at[kind, s, m] = tick
+            chosen = [min(ready)] if single and ready else ready
+            for _, kind, s, m in chosen:
+                at[kind, s, m] = tick
+                head[r][kind] += 1
+                left -= 1
+                if whole and kind == "B":
+                    at["W", s, m] = tick
+        if not weights and not whole:
+            weights = all(head[r]["B"] or not queues[r]["B"] for r in range(p))
+            if weights and not single:  # in this very tick
+                for r in range(p):
+                    _, s, m = queues[r]["W"][0]
+                    if at.get(("B", s, m), tick + 1) <= tick:
+                        at["W", s, m] = tick
+                        head[r]["W"], left = 1, left - 1
+        tick += 1
     return at

@@ -35,7 +35,7 @@ def zb_automatic(
 ) -> Table:
     """ZB-1p (limit 1) and ZB-2p (limit 2): the paper's heuristic for measured times, section 3.1.
 
-    limit: microbatches in flight, in units of p; half of a microbatch's memory is freed by B, half by W. Eight variants
+    limit: microbatches in flight, in units of p (at least 1 microbatch); half of a microbatch's memory is freed by B, half by W. Eight variants
     are tried (a small bubble before the first B allowed; a forward skipped when the next rank lags; gaps shorter than W filled) and
     the one with the shortest longest rank span is kept.
     """
@@ -53,8 +53,8 @@ class _Automatic:
     MEMORY = {"F": 2, "B": -1, "W": -1}
 
     def __init__(self, p: int, m: int, costs: Costs, comm: float, limit: float, early: bool, skip: bool, fill: bool):
-        if limit < 2 * min(p, m):
-            raise UserError(f"zb-1p: needs room for {min(p, m)} microbatches on a rank")
+        if limit < 2:
+            raise UserError("a rank needs room for one microbatch at least")
         self.p, self.m, self.comm, self.limit = p, m, comm, limit
         self.early, self.skip, self.fill = early, skip, fill
         self.cost = dict(zip("FBW", costs))
@@ -140,7 +140,7 @@ class _Automatic:
         for _ in range(1, self.m):
             wants = [self.wants_f(r) for r in range(self.p)]
             for r in range(self.p - 2, -1, -1):
-                wants[r] = wants[r] and (wants[r + 1] or self.count[r + 1]["F"] >= self.m)
+                wants[r] = wants[r] and wants[r + 1]
             for r in range(self.p):
                 if wants[r]:
                     self.put_after_w(r, "F")

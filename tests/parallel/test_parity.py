@@ -28,9 +28,7 @@ SGD = OptimizerConfig(name="sgd", lr=LR, warmup=0, decay="constant", clip=CLIP, 
 def configuration(case: Case) -> Config:
     name, _, chunks = case.schedule.partition("/")
     return Config(
-        model=dataclasses.replace(
-            MODEL, layers=case.number_of_layers, tied=case.tied == "tied", **SHAPES[case.shape]
-        ),
+        model=dataclasses.replace(MODEL, layers=case.number_of_layers, tied=case.tied == "tied", **SHAPES[case.shape]),
         mesh=MeshConfig(**case.sizes),
         pipeline=PipelineConfig(
             schedule=name,

@@ -35,9 +35,7 @@ def test_kinds_are_apart_for_the_colour_blind():
         [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
     ):
         seen = [np.array(matrix) @ rgb(colour(k, 0, 1)) for k in "FBW"]
-        assert (
-            min(np.linalg.norm(a - b) for a, b in ((seen[0], seen[1]), (seen[1], seen[2]), (seen[0], seen[2]))) > 0.25
-        )
+        assert min(np.linalg.norm(a - b) for a, b in ((seen[0], seen[1]), (seen[1], seen[2]), (seen[0], seen[2]))) > 0.25
 
 
 @pytest.mark.parametrize("idle", ["skip", "compute"])

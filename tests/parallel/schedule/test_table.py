@@ -13,9 +13,7 @@ ONE_CHUNK = st.sampled_from(["gpipe", "1f1b", "eager-1f1b"])
 SMALL = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-@pytest.mark.parametrize(
-    ("placement", "chunks"), [("linear", 1), ("loop", 3), ("v", 2), ("wave", 4), ("bidirectional", 2)]
-)
+@pytest.mark.parametrize(("placement", "chunks"), [("linear", 1), ("loop", 3), ("v", 2), ("wave", 4), ("bidirectional", 2)])
 def test_places_and_their_inverse(placement, chunks):
     stages = 4
     seen = set()

@@ -108,8 +108,7 @@ def test_phases_merge_at_the_least_cost():
     for most in (1, 2, 3):
         cuts = itertools.combinations(range(1, ticks.length), most - 1)
         best = min(
-            sum((b - a) * held[a:b].any(0).sum() for a, b in itertools.pairwise((0, *cut, ticks.length)))
-            for cut in cuts
+            sum((b - a) * held[a:b].any(0).sum() for a, b in itertools.pairwise((0, *cut, ticks.length))) for cut in cuts
         )
         assert sum((b - a) * sum(slots) for a, b, slots in ticks.phases(most)) == best
 

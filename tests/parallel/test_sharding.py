@@ -1,0 +1,186 @@
+"""Where layers and parameters live: every layer once, padding, what is split over which axis, and equal bits at the start."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import reference
+from jax.sharding import PartitionSpec as P
+
+from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, PipelineConfig
+from llm.step import build
+from parallel.axes import AXES, MANUAL_AXES
+from parallel.errors import UserError
+from parallel.mesh import axis_size, make_mesh
+from parallel.schedule import place
+from parallel.sharding import (
+    Layout,
+    ParamSpec,
+    automatic_part,
+    describe_bytes,
+    make_layout,
+    manual_part,
+    memory_shape,
+    pad,
+    partition,
+    stored,
+    with_axis,
+    zero_dim,
+)
+
+ONE = dict.fromkeys(AXES, 1)
+FLAT = make_layout(2, "linear", 1, 1)
+
+
+def spec(shape, axes, **more) -> ParamSpec:
+    return ParamSpec(shape, axes, None, "matrix", **more)
+
+
+# ----------------------------------------------------------------------------------------------- layers
+@pytest.mark.parametrize("placement", ["linear", "loop", "v"])
+@pytest.mark.parametrize(("layers", "pipe"), [(7, 2), (7, 3), (10, 3), (30, 4), (3, 4), (1, 1)])
+def test_every_layer_is_placed_once_and_in_order(layers, pipe, placement):
+    chunks = 1 if placement == "linear" else 2
+    layout = make_layout(layers, placement, pipe, chunks)
+    index = layout.index_CPL
+    assert sorted(index[index >= 0]) == list(range(layers))
+    stages = [index[chunk, rank] for rank, chunk in (place(placement, pipe, chunks, s) for s in range(pipe * chunks))]
+    assert [int(i) for stage in stages for i in stage if i >= 0] == list(range(layers))
+    counts = [int((stage >= 0).sum()) for stage in stages]
+    assert max(counts) - min(counts) <= 1
+    assert layout.slots == max(1, *counts)
+    assert all((stage[:n] >= 0).all() and (stage[n:] < 0).all() for stage, n in zip(stages, counts))
+    assert layout.always == [min(counts) > i for i in range(layout.slots)]
+
+
+def test_the_user_may_say_how_many_layers_each_chunk_has():
+    layout = make_layout(7, "loop", 2, 2, (3, 0, 1, 3))
+    np.testing.assert_array_equal(layout.index_CPL, [[[0, 1, 2], [-1, -1, -1]], [[3, -1, -1], [4, 5, 6]]])
+    assert layout.always == [False, False, False]
+    v = make_layout(7, "v", 2, 2, (3, 0, 1, 3))  # the second chunks run from the last rank to the first
+    np.testing.assert_array_equal(v.index_CPL, [[[0, 1, 2], [-1, -1, -1]], [[4, 5, 6], [3, -1, -1]]])
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 3, 2), (4, -1, 2, 2), (1, 2, 3, 2)])
+def test_wrong_numbers_of_layers_are_refused(counts):
+    with pytest.raises(UserError, match=rf"{len(counts)} chunks with {sum(counts)} layers.*4 numbers that add up to 7"):
+        make_layout(7, "loop", 2, 2, counts)
+
+
+# ----------------------------------------------------------------------------------------------- shapes and splits
+@pytest.mark.parametrize(("tensor", "pipe", "rows"), [(1, 1, 101), (2, 1, 102), (4, 1, 104), (4, 2, 104), (2, 8, 112)])
+def test_the_vocabulary_is_padded_until_it_divides(tensor, pipe, rows):
+    sizes = ONE | dict(tensor=tensor, pipe=pipe)
+    table = spec((101, 16), ("vocab", None))
+    assert memory_shape(table, FLAT, sizes) == (rows, 16)
+    assert partition(table, FLAT, sizes) == P(("pipe", "tensor"), None)
+    assert stored(table, FLAT).shape == (101, 16)
+    assert stored(table, FLAT).index_CPL is None
+
+
+def test_a_stacked_parameter_has_the_layout_in_front():
+    layout = make_layout(7, "loop", 2, 2)
+    query = spec((16, 8, 4), (None, "heads", None), stacked=True)
+    sizes = ONE | dict(tensor=4, pipe=2, data=2)
+    assert memory_shape(query, layout, sizes) == (2, 2, 2, 16, 8, 4)
+    assert partition(query, layout, sizes) == P(None, "pipe", None, None, "tensor", None)
+    assert stored(query, layout).shape == (7, 16, 8, 4)
+    np.testing.assert_array_equal(stored(query, layout).index_CPL, layout.index_CPL)
+
+
+@pytest.mark.parametrize(("tensor", "split"), [(1, True), (2, True), (4, False), (8, False)])
+def test_fewer_kv_heads_than_tensor_ranks_are_replicated(tensor, split):
+    sizes = ONE | dict(tensor=tensor)
+    key = spec((16, 2, 4), (None, "kv_heads", None), stacked=True)
+    assert partition(key, FLAT, sizes)[4] == ("tensor" if split else None)
+    assert memory_shape(key, FLAT, sizes)[3:] == (16, 2, 4)  # never padded
+    three = spec((16, 3, 4), (None, "kv_heads", None), stacked=True)
+    assert partition(three, FLAT, ONE | dict(tensor=2))[4] is None
+
+
+def test_zero_splits_the_largest_whole_dimension_that_divides():
+    layout = make_layout(6, "loop", 2, 1)
+    sizes = ONE | dict(data=4, tensor=2, pipe=2)
+    dim = lambda shape, axes, zero=1, stacked=True: zero_dim(spec(shape, axes, stacked=stacked), layout, sizes, zero)
+    assert dim((16, 24), (None, "ffn")) == 3  # ffn is the largest but belongs to tensor
+    assert dim((8, 12), (None, None)) == 4
+    assert dim((12, 12), (None, None)) == 4
+    assert dim((6,), (None,)) is None  # nothing divides
+    assert dim((16, 24), (None, "ffn"), zero=0) is None
+    assert dim((101, 16), ("vocab", None), stacked=False) == 1
+    assert zero_dim(spec((16,), (None,)), layout, ONE, 1) is None
+    # chunk and slot dimensions count too: a scalar of each of 4 slots
+    assert zero_dim(spec((1,), (None,), stacked=True), make_layout(8, "loop", 2, 1), sizes, 1) == 2
+
+
+def test_parts_of_a_partition():
+    whole = P(None, "pipe", ("data", "tensor"), ("pipe", "tensor"), "tensor")
+    assert manual_part(whole, MANUAL_AXES) == P(None, "pipe", "data", "pipe", None)
+    assert automatic_part(whole, MANUAL_AXES) == P(None, None, "tensor", "tensor", "tensor")
+    assert with_axis(P(None, "pipe", None), 2, "data") == P(None, "pipe", "data")
+    assert with_axis(whole, None, "data") == whole
+    both = P(("replica", "data"))
+    assert manual_part(both, MANUAL_AXES) == both
+    assert automatic_part(both, MANUAL_AXES) == P(None)
+
+
+def test_pad_appends_zeros():
+    x = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(pad(x, (3, 4)), [[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
+    assert pad(x, (2, 3)) is x
+
+
+# ----------------------------------------------------------------------------------------------- meshes
+def test_the_mesh_has_all_axes_and_tensor_varies_fastest():
+    mesh = make_mesh(dict(tensor=2, pipe=2, data=2))
+    assert mesh.axis_names == AXES
+    assert dict(mesh.shape) == ONE | dict(data=2, pipe=2, tensor=2)
+    ids = np.vectorize(lambda d: d.id)(mesh.devices).squeeze()
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))  # data, pipe, tensor
+    assert axis_size(mesh, ("data", "tensor", "replica")) == 4
+    assert describe_bytes(mesh, P(("data", "tensor"), None, "pipe"), (8, 3, 2), 4) == 8 * 3 * 2 * 4 // 8
+
+
+def test_too_few_devices_are_refused():
+    with pytest.raises(UserError, match="pipe 3 x tensor 4 needs 12 devices but there are 8"):
+        make_mesh(dict(pipe=3, tensor=4))
+
+
+# ----------------------------------------------------------------------------------------------- initial parameters
+MODEL = ModelConfig(layers=3, width=8, heads=2, kv_heads=1, ffn=8, vocab=11, tied=False, bias=True, norm="layer")
+
+
+def initial(mesh: dict, **pipeline):
+    config = Config(
+        model=dataclasses.replace(MODEL, positions="learned", max_length=4),
+        mesh=MeshConfig(**mesh),
+        pipeline=PipelineConfig(**pipeline),
+        batch=BatchConfig(rows=8, length=4),
+    )
+    program = build(config, jax.devices()[: config.mesh.product])
+    with jax.set_mesh(program.mesh):
+        params = jax.jit(lambda: program._init()["params"], out_shardings=program.shardings["params"])()
+    return program, params
+
+
+def test_every_layout_starts_from_the_same_bits():
+    program, params = initial({})
+    want = reference.canonical(program, params)
+    layers = want["layers"]["up"]["kernel"]
+    assert layers.shape == (3, 8, 8)
+    assert len({a.tobytes() for a in layers}) == 3, "two layers are equal"
+    for mesh, pipeline in (
+        (dict(data=2, pipe=2, tensor=2), dict(chunks=2)),
+        (dict(replica=2, pipe=4), dict(schedule="1f1b", layers_per_chunk=(1, 0, 2, 0), microbatches=2)),
+    ):
+        program, params = initial(mesh, **pipeline)
+        got = reference.canonical(program, params)
+        jax.tree.map(np.testing.assert_array_equal, want, got)
+        for leaf, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(program.shardings["params"])):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            assert leaf.dtype == np.float32
+
+
+def test_a_layout_is_plain_data():
+    assert Layout(1, np.zeros((1, 1, 1), int)).slots == 1
