@@ -29,12 +29,9 @@ def _configuration(options: Options) -> Config:
         raise UserError("train needs --config=FILE, for example --config=experiments/configs/demo.py")
     else:
         base = load_config(options.workdir)
-        if any(
-            name.startswith("mesh.") for name, _ in options.changes
-        ):  # these follow from the mesh: derive them again
+        if any(name.startswith("mesh.") for name, _ in options.changes):  # what follows from the mesh is derived again
             base = replace(base, pipeline=replace(base.pipeline, microbatches=0, layers_per_chunk=()))
-    config = request_devices(overrides.apply(base, options.changes), options.devices)
-    return config
+    return request_devices(overrides.apply(base, options.changes), options.devices)
 
 
 def train(options: Options) -> tuple[Any, str, int]:

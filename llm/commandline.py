@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -64,6 +65,9 @@ def dispatch(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,16 +77,15 @@ def dispatch(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
 
 
 def _run(commands: Mapping[str, Command], arguments: list[str]) -> int:
-    asks_help = any(argument in ("--help", "-h", "help") for argument in arguments)
-    names = [argument for argument in arguments if not argument.startswith("-") and argument != "help"]
-    if not names and asks_help:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    asks_help = "--help" in arguments or "-h" in arguments
+    if not arguments:
+        raise UserError(f"which command? One of {', '.join(commands)} (python main.py --help)")
+    if arguments[0] in ("--help", "-h"):
         print(_overview(commands))
         return 0
-    if not names:
-        raise UserError(f"which command? One of {', '.join(commands)} (python main.py --help)")
     name = arguments[0]
-    if name == "help":
-        name = names[0]
     if name not in commands:
         hint = overrides.suggest(name, commands)
         raise UserError(f"{name} is not a command{hint or ': there are ' + ', '.join(commands)}")

@@ -31,22 +31,53 @@ class ModelConfig:
     dropout: float = option(0.0, "dropout rate of the residual branches and the embedding", low=0, below=1)
     norm: str = option("rms", "normalisation", ("rms", "layer"))
     norm_eps: float = option(1e-5, "added to the variance in a norm", low=0)
+    norm_offset: float = option(0.0, "added to the learned scale of a norm (1 in Gemma)")
+    norm_place: str = option("pre", "norm before each residual branch, after it or both", ("pre", "post", "both"))
+    qk_norm: str = option("none", "norm of queries and keys: of each head, or of all together", ("none", "head", "whole"))
     positions: str = option("rotary", "how positions enter", ("rotary", "learned"))
     rope_theta: float = option(10000.0, "base of the rotary wavelengths", low=1)
-    max_length: int = option(1024, "longest row of a model with learned positions", low=1)
-    mlp: str = option("swiglu", "kind of MLP", ("swiglu", "gelu"))
+    rope_theta_window: float = option(0.0, "base in layers with a window, never scaled; 0: as in the others", low=0)
+    rope_scaling: str = option("none", "how long texts stretch the rotary wavelengths", ("none", "linear", "llama3"))
+    rope_factor: float = option(1.0, "rope_scaling: by how much", low=1)
+    rope_low: float = option(1.0, "llama3: waves that fit fewer times into rope_original are stretched", low=0)
+    rope_high: float = option(4.0, "llama3: waves that fit more times are left alone", low=0)
+    rope_original: int = option(8192, "llama3: length of the texts before the stretch", low=1)
+    max_length: int = option(1024, "positions the model is made for; a limit only when they are learned", low=1)
+    window: int = option(0, "positions that a query sees, its own included; 0: all before it", low=0)
+    window_pattern: tuple[int, ...] = option((), "1: this layer has the window, 0: not; repeated over the layers; empty: all")
+    query_scalar: float = option(0.0, "scores are divided by its square root; 0: head_dim", low=0)
+    attention_softcap: float = option(0.0, "scores s become c tanh(s / c); 0: no cap", low=0)
+    logit_softcap: float = option(0.0, "the same of the output logits", low=0)
+    scaled_embedding: bool = option(False, "multiply token embeddings by the square root of width")
+    mlp: str = option(
+        "swiglu",
+        "kind of MLP; gated: swiglu, geglu; gelu by tanh or, -erf, exact",
+        ("swiglu", "gelu", "geglu", "gelu-erf", "geglu-erf"),
+    )
     bias: bool = option(False, "biases in the linear layers")
+    qkv_bias: bool = option(False, "biases in query, key and value alone")
     z_loss: float = option(0.0, "weight of the squared log-partition in the loss", low=0)
 
     def resolved(self) -> "ModelConfig":
         """The same model with kv_heads, head_dim and ffn filled in."""
-        ffn = 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // 24) * 8
+        ffn = -(-8 * self.width // 24) * 8 if self.gated else 4 * self.width
         return dataclasses.replace(
             self,
             kv_heads=self.kv_heads or self.heads,
             head_dim=self.head_dim or self.width // max(self.heads, 1),
             ffn=self.ffn or ffn,
         )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate, a third matrix."""
+        return "glu" in self.mlp
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """For each layer, whether it has the window."""
+        pattern = self.window_pattern or (1,)
+        return tuple(bool(self.window and pattern[i % len(pattern)]) for i in range(self.layers))
 
 
 @dataclass(frozen=True)
@@ -245,6 +276,15 @@ class Config:
             )
         if model.positions == "rotary" and model.head_dim % 2:
             raise UserError(f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs, use an even head_dim")
+        if set(model.window_pattern) - {0, 1} or (model.window_pattern and not model.window):
+            raise UserError(
+                f"model.window_pattern={_list(model.window_pattern)} with model.window={model.window}: "
+                "the pattern is of 0 and 1, such as 1,1,0, and needs a window"
+            )
+        if model.rope_theta_window and not any(model.windowed):
+            raise UserError(f"model.rope_theta_window={model.rope_theta_window} is of layers with a window: set model.window")
+        if model.rope_scaling == "llama3" and model.rope_low >= model.rope_high:
+            raise UserError(f"model.rope_low={model.rope_low} must be below model.rope_high={model.rope_high}")
         if model.positions == "learned" and config.batch.length > model.max_length:
             raise UserError(
                 f"batch.length={config.batch.length} is longer than the {model.max_length} learned positions of "
@@ -263,7 +303,11 @@ class Config:
                 f"rows that fit are {max(rows // unit, 1) * unit} or {(rows // unit + 1 + (rows < unit)) * unit}"
             )
         _check_layers(config)
-        config.profile_range()
+        traced = config.profile_range()
+        if traced and traced[1] > config.train.steps:
+            raise UserError(f"profile={config.profile} goes past the last step, train.steps={config.train.steps}")
+        if config.train.samples_every and not config.train.sample_prompt:
+            raise UserError("train.sample_prompt is empty: a sample continues the start of a text")
         return config
 
 

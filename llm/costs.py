@@ -7,7 +7,7 @@ def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that multiply an activation: all matrices, the head once, not the input embedding (a lookup)."""
     model = model.resolved()
     attention = 2 * model.width * model.head_dim * (model.heads + model.kv_heads)
-    mlp = (3 if model.mlp == "swiglu" else 2) * model.width * model.ffn
+    mlp = (3 if model.gated else 2) * model.width * model.ffn
     return model.layers * (attention + mlp) + model.vocab * model.width
 
 

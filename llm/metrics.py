@@ -1,5 +1,6 @@
 """Where the numbers of a run go: metrics.jsonl always, tensorboard events, wandb on request, and a line to look at."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -106,7 +107,7 @@ class Line:
         self.console = Console()
         self.progress = None
         if self.console.is_terminal:
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (BarColumn(bar_width=10), TextColumn("{task.description}"), TimeRemainingColumn())
             self.progress = Progress(*columns, console=self.console)
             self.task = self.progress.add_task(f"step {start}/{steps}", total=steps, completed=start)
             self.progress.start()
@@ -116,9 +117,8 @@ class Line:
         step = record["step"]
         mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
         text = (
-            f"step {step}/{self.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-            f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tok/s  MFU {mfu}{self.bubble}"
-            f"{'  SKIPPED (not finite)' if record['skipped'] else ''}"
+            f"step {step}/{self.steps}  loss {record['loss']:.4f}  lr {record['lr']:.1e}  norm {record['grad_norm']:.2f}  "
+            f"{record['tokens_per_s']:,.0f} tok/s  MFU {mfu}{self.bubble}{'  SKIPPED' if record['skipped'] else ''}"
         )
         if self.progress:
             self.progress.update(self.task, completed=step, description=text)
@@ -138,11 +138,15 @@ class Line:
             self.progress.stop()
 
 
+def check_sinks(config: Config) -> None:
+    """Refuse a sink whose package is missing. Raises UserError."""
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"wandb={config.wandb} needs the wandb package: pip install wandb, or leave wandb empty")
+
+
 def _wandb(workdir: Path, config: Config) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(f"wandb={config.wandb} needs the wandb package: pip install wandb, or set wandb to nothing") from error
+    import wandb
+
     return wandb.init(project=config.wandb, dir=str(workdir), id=_run_id(workdir), resume="allow", config=to_dict(config))
 
 

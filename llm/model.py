@@ -1,4 +1,4 @@
-"""The decoder-only transformer: embed, blocks, head. GPT-2 and Llama shapes by configuration.
+"""The decoder-only transformer: embed, blocks, head. The shapes of many families by configuration (llm/families).
 
 Letters: B rows, S positions, D width, H heads, G heads of keys and values, K size of a head, F hidden size of the MLP,
 V vocabulary (this rank's slice of it inside the pipeline), T learned positions, L layers, R rows of a global batch.
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -25,6 +26,7 @@ from llm.attention import MaskSpec, attention
 from llm.config import ModelConfig
 from llm.kernels import cross_entropy
 from llm.objective import CrossEntropy
+from llm.rotary import frequencies, rotary
 from parallel import vocabulary
 from parallel.axes import SUM_AXES
 from parallel.sharding import ParamSpec
@@ -33,15 +35,12 @@ REMAT = dict(none=None, selective=("attention", "up", "gate"), full=())
 """Remat mode -> names of the values that the backward does not compute again (None: whatever autodiff keeps)."""
 
 INIT_STD = 0.02
+ALL = 2**30  # positions to the left: as good as no window
 EMBED_SALT = 2**31 - 1  # folded into a row's dropout key for the embedding; layers use twice their index and one more
 
 
 def normal(std: float) -> Callable:
     return lambda key, shape: std * jax.random.normal(key, shape)
-
-
-def ones(key, shape):
-    return jnp.ones(shape)
 
 
 def zeros(key, shape):
@@ -74,29 +73,28 @@ def dropout(x_BSD: jax.Array, rate: float, key_B2: jax.Array, salt: jax.Array | 
     return jnp.where(keep_BSD, x_BSD / (1 - rate), 0)
 
 
-def rotary(x_BSHK: jax.Array, positions_BS: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding of the halves of each head (RoFormer, arXiv 2104.09864); angles in fp32 whatever x is."""
-    half = x_BSHK.shape[-1] // 2
-    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BS1K = positions_BS[..., None, None].astype(jnp.float32) * frequency_K
-    cos, sin = jnp.cos(angle_BS1K), jnp.sin(angle_BS1K)
-    a, b = x_BSHK[..., :half].astype(jnp.float32), x_BSHK[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BSHK.dtype)
+def by_layer(values: tuple, layer: jax.Array | int) -> Any:
+    """values[layer] of a layer known only at run time; of equal values simply the value."""
+    return values[0] if all(np.array_equal(v, values[0]) for v in values) else jnp.asarray(values)[layer]
 
 
 class Norm(nnx.Module):
-    """RMS norm, or layer norm with a bias; statistics in fp32."""
+    """RMS norm, or layer norm with a bias, over the last dimensions, as many as `shape` has; statistics in fp32."""
 
-    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, **more):
-        self.c = c
-        self.scale = declare(rngs, (c.width,), (None,), ones, "vector", **more)
-        self.bias = declare(rngs, (c.width,), (None,), zeros, "vector", **more) if c.norm == "layer" else None
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, shape=None, axes=None, **more):
+        self.c, shape = c, shape or (c.width,)
+        axes = axes or (None,) * len(shape)
+        self.over = tuple(range(-len(shape), 0))
+        one = lambda key, shape: jnp.full(shape, 1 - c.norm_offset)
+        self.scale = declare(rngs, shape, axes, one, "vector", **more)
+        self.bias = declare(rngs, shape, axes, zeros, "vector", **more) if c.norm == "layer" else None
 
     def __call__(self, x_BSD):
         x = x_BSD.astype(jnp.float32)
         if self.c.norm == "layer":
-            x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.c.norm_eps) * self.scale[...]
+            x = x - x.mean(self.over, keepdims=True)
+        x = x * lax.rsqrt(jnp.square(x).mean(self.over, keepdims=True) + self.c.norm_eps)
+        x = x * (self.scale[...] + self.c.norm_offset if self.c.norm_offset else self.scale[...])
         return (x if self.bias is None else x + self.bias[...]).astype(x_BSD.dtype)
 
 
@@ -114,37 +112,59 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
+ACTIVATIONS = dict(
+    swiglu=jax.nn.silu,
+    gelu=jax.nn.gelu,
+    geglu=jax.nn.gelu,
+    **{name: functools.partial(jax.nn.gelu, approximate=False) for name in ("gelu-erf", "geglu-erf")},
+)
+
+
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + MLP(norm(x)). The output projections start smaller, by 1/sqrt(2 L)
-    (GPT-2), so that the residual stream does not grow with depth."""
+    """One layer: x + attention(x), then x + MLP(x), with norms before each branch, after it, or both. The output
+    projections start smaller, by 1/sqrt(2 L) (GPT-2), so that the residual stream does not grow with depth."""
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
         self.c = c
         D, H, G, K, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ffn
         linear = functools.partial(Linear, rngs, bias=c.bias)
+        qkv = functools.partial(Linear, rngs, bias=c.bias or c.qkv_bias)
+        norm = functools.partial(Norm, c, rngs, stacked=True)
         small = INIT_STD / math.sqrt(2 * c.layers)
-        self.attention_norm = Norm(c, rngs, stacked=True)
-        self.query = linear("query", (D, H, K), (None, "heads", None), 1)
-        self.key = linear("key", (D, G, K), (None, "kv_heads", None), 1)
-        self.value = linear("value", (D, G, K), (None, "kv_heads", None), 1)
+        pre, post = c.norm_place != "post", c.norm_place != "pre"
+        self.attention_norm = norm() if pre else None
+        self.query = qkv("query", (D, H, K), (None, "heads", None), 1)
+        self.key = qkv("key", (D, G, K), (None, "kv_heads", None), 1)
+        self.value = qkv("value", (D, G, K), (None, "kv_heads", None), 1)
+        of_heads = lambda n, axis: norm((K,)) if c.qk_norm == "head" else norm((n, K), (axis, None))
+        self.query_norm = of_heads(H, "heads") if c.qk_norm != "none" else None
+        self.key_norm = of_heads(G, "kv_heads") if c.qk_norm != "none" else None
         self.out = linear("out", (H, K, D), ("heads", None, None), 2, std=small)
-        self.mlp_norm = Norm(c, rngs, stacked=True)
+        self.attention_post_norm = norm() if post else None
+        self.mlp_norm = norm() if pre else None
         self.up = linear("up", (D, F), (None, "ffn"), 1)
-        self.gate = linear("gate", (D, F), (None, "ffn"), 1) if c.mlp == "swiglu" else None
+        self.gate = linear("gate", (D, F), (None, "ffn"), 1) if c.gated else None
         self.down = linear("down", (F, D), ("ffn", None), 1, std=small)
+        self.mlp_post_norm = norm() if post else None
 
     def __call__(self, x_BSD, side, layer, tensor: int = 1):
-        h_BSD = self.attention_norm(x_BSD)
+        c, maybe = self.c, lambda norm, x: x if norm is None else norm(x)
+        branch = lambda norm, x, salt: dropout(maybe(norm, x), c.dropout, side["key"], salt)
+        h_BSD = maybe(self.attention_norm, x_BSD)
         q_BSHK, k_BSGK, v_BSGK = (split_heads(f(h_BSD), tensor) for f in (self.query, self.key, self.value))
-        if self.c.positions == "rotary":
-            q_BSHK, k_BSGK = (rotary(a, side["positions"], self.c.rope_theta) for a in (q_BSHK, k_BSGK))
-        mask = MaskSpec(causal=True, q_segment_ids=side["segments"], kv_segment_ids=side["segments"])
-        o_BSHK = split_heads(attention(q_BSHK, k_BSGK, v_BSGK, mask), tensor)
-        x_BSD = x_BSD + dropout(self.out(o_BSHK), self.c.dropout, side["key"], 2 * layer)
-        h_BSD = self.mlp_norm(x_BSD)
-        u_BSF = self.up(h_BSD)
-        u_BSF = jax.nn.gelu(u_BSF) if self.gate is None else jax.nn.silu(self.gate(h_BSD)) * u_BSF
-        return x_BSD + dropout(self.down(u_BSF), self.c.dropout, side["key"], 2 * layer + 1)
+        q_BSHK, k_BSGK = maybe(self.query_norm, q_BSHK), maybe(self.key_norm, k_BSGK)
+        if c.positions == "rotary":
+            frequency_K = by_layer(tuple(frequencies(c, windowed) for windowed in c.windowed), layer)
+            q_BSHK, k_BSGK = (rotary(a, side["positions"], frequency_K) for a in (q_BSHK, k_BSGK))
+        window = (by_layer(tuple(c.window - 1 if windowed else ALL for windowed in c.windowed), layer), 0)
+        mask = MaskSpec(True, window if any(c.windowed) else None, side["segments"], side["segments"])
+        scale, cap = (c.query_scalar or c.head_dim) ** -0.5, c.attention_softcap or None
+        o_BSHK = split_heads(attention(q_BSHK, k_BSGK, v_BSGK, mask, scale=scale, softcap=cap), tensor)
+        x_BSD = x_BSD + branch(self.attention_post_norm, self.out(o_BSHK), 2 * layer)
+        h_BSD = maybe(self.mlp_norm, x_BSD)
+        u_BSF, act = self.up(h_BSD), ACTIVATIONS[c.mlp]
+        u_BSF = act(u_BSF) if self.gate is None else act(self.gate(h_BSD)) * u_BSF
+        return x_BSD + branch(self.mlp_post_norm, self.down(u_BSF), 2 * layer + 1)
 
 
 class Embed(nnx.Module):
@@ -208,9 +228,14 @@ class Transformer:
         index, side = ctx
         return self._module("layers", w)(x_BSD, side, index, self.tensor), state, {}
 
+    @property
+    def embed_scale(self) -> float:
+        """What token embeddings are multiplied by."""
+        return math.sqrt(self.config.width) if self.config.scaled_embedding else 1.0
+
     def embed(self, shared, side):
         """This rank's part of the embeddings x_BSD: the parts of all ranks add up to it."""
-        x_BSD = vocabulary.lookup(shared["embed"]["tokens"], side["tokens"])
+        x_BSD = vocabulary.lookup(shared["embed"]["tokens"], side["tokens"]) * self.embed_scale
         if "positions" in shared["embed"]:
             first = lax.axis_index(vocabulary.AXIS) == 0
             x_BSD = x_BSD + jnp.where(first, shared["embed"]["positions"][side["positions"]], 0)
@@ -219,7 +244,8 @@ class Transformer:
     def embed_backward(self, shared, side, dx_BSD, grads):
         """Adds the gradient of `embed` to `grads` (like shared, fp32)."""
         dx_BSD = dropout(dx_BSD, self.config.dropout, side["key"], EMBED_SALT)
-        embed = dict(grads["embed"], tokens=vocabulary.add_rows(grads["embed"]["tokens"], side["tokens"], dx_BSD))
+        dtokens_BSD = dx_BSD * self.embed_scale
+        embed = dict(grads["embed"], tokens=vocabulary.add_rows(grads["embed"]["tokens"], side["tokens"], dtokens_BSD))
         if "positions" in embed:
             mine_BSD = jnp.where(lax.axis_index(vocabulary.AXIS) == 0, dx_BSD, 0).astype(jnp.float32)
             embed["positions"] = embed["positions"].at[side["positions"]].add(mine_BSD)
@@ -240,7 +266,7 @@ class Transformer:
         h_BSD, pull = jax.vjp(self._hidden, shared["head"]["norm"], x_BSD)
         objective = lambda logp_BS, lse_BS: scale * self.objective(logp_BS, lse_BS, side)
         loss, dh_BSD, dw_VD = cross_entropy.loss_and_gradients(
-            h_BSD, self._output(shared), side["targets"], self.config.vocab, objective
+            h_BSD, self._output(shared), side["targets"], self.config.vocab, objective, self.config.logit_softcap
         )
         dnorm, dx_BSD = pull(dh_BSD)
         head = dict(grads["head"], norm=jax.tree.map(jnp.add, grads["head"]["norm"], dnorm))
@@ -251,13 +277,16 @@ class Transformer:
 
     def score(self, shared, x_BSD, side):
         """Forward only: negative log-likelihood and number of counted tokens of each row of a microbatch."""
-        h_BSD = self._hidden(shared["head"]["norm"], x_BSD)
-        logp_BS = cross_entropy.log_probabilities(h_BSD, self._output(shared), side["targets"], self.config.vocab)
+        c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
+        logp_BS = cross_entropy.log_probabilities(h_BSD, self._output(shared), side["targets"], c.vocab, c.logit_softcap)
         return {"nll": -(side["weights"] * logp_BS).sum(-1), "tokens": side["weights"].sum(-1)}
+
+    def logits(self, shared, x_BSD, side):
+        """Forward only: the logits [B, S, V], on every rank of the pipe."""
+        c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
+        logits_BSV = cross_entropy.local_logits(h_BSD, self._output(shared), c.vocab, c.logit_softcap)
+        return vocabulary.gather(logits_BSV)[..., : c.vocab]
 
     def next_logits(self, shared, x_BSD, side):
         """Forward only: the logits [B, V] at position side["last"] of each row, on every rank of the pipe."""
-        x_B1D = jnp.take_along_axis(x_BSD, side["last"][:, None, None], axis=1)
-        h_B1D = self._hidden(shared["head"]["norm"], x_B1D)
-        logits_BV = cross_entropy.local_logits(h_B1D, self._output(shared), self.config.vocab)[:, 0]
-        return vocabulary.gather(logits_BV)[:, : self.config.vocab]
+        return self.logits(shared, jnp.take_along_axis(x_BSD, side["last"][:, None, None], axis=1), side)[:, 0]

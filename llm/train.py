@@ -16,7 +16,7 @@ from llm.data.tokenizer import Tokenizer
 from llm.devices import select_devices
 from llm.evaluate import held_out_loss
 from llm.generate import Sampling, batch_config, context_length, continue_prompts, encode_prompts
-from llm.metrics import METRICS, Metrics, read_jsonl
+from llm.metrics import METRICS, Metrics, check_sinks, read_jsonl
 from llm.run import CORPUS, TOKENIZER
 from llm.signals import StopRequest
 from llm.step import build
@@ -42,6 +42,7 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
     for change in check_resume(workdir, config):
         print(f"note: {change}")
     config, devices = select_devices(config, devices)
+    check_sinks(config)
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     try:
@@ -53,7 +54,7 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
         save_config(workdir, config)
         program = build(config, devices)
         for name, value in program.describe().items():
-            print(f"{name:<24}{value}")
+            print(f"{name:<24}{value:,}" if type(value) is int else f"{name:<24}{value}")
         if start:
             print(f"resuming from step {start}")
             state = checkpoints.restore(start, program.abstract_state(), program.stored())
@@ -68,6 +69,8 @@ def _open_corpus(config: Config, workdir: Path, meta: dict[str, Any] | None) -> 
     """The corpus; a resumed run must read it with the tokens it began with."""
     corpus = open_corpus(config.data, config.model.vocab, workdir / CORPUS)
     corpus.rows(config.batch.length)  # refuses a text shorter than a row
+    if config.evaluate.every:
+        corpus.held_out_batches(config.batch.rows, config.batch.length)  # refuses when nothing is held out
     if corpus.tokenizer.size > config.model.vocab:
         raise UserError(
             f"the tokenizer has {corpus.tokenizer.size} ids and model.vocab={config.model.vocab}: raise model.vocab"
@@ -103,22 +106,24 @@ class Loop:
         config = self.config
         self.metrics = Metrics(self.workdir, config, start, self.program.describe().get("bubble"))
         profile = config.profile_range()
-        step, record, times, saved = start, None, [], start
+        step, record, times, saved, tracing = start, None, [], start, False
         try:
             if start:
                 self._evaluate(state, step)  # in case the run stopped between saving and evaluating
             batch = self._batch(step)
             while step < config.train.steps and not self.stop.requested:
-                if profile and step + 1 == profile[0]:
+                if profile and not tracing and profile[0] <= step + 1 <= profile[1]:
                     jax.profiler.start_trace(str(self.workdir / "profile"))
+                    tracing = True
                 began = time.perf_counter()
                 state, values = self.program.train_step(state, batch)
                 step += 1
                 batch = self._batch(step) if step < config.train.steps else None  # while the devices work
                 values = {name: float(value) for name, value in jax.device_get(values).items()}
                 seconds = time.perf_counter() - began
-                if profile and step == profile[1]:
+                if tracing and step == profile[1]:
                     jax.profiler.stop_trace()
+                    tracing = False
                 record = self._record(step, values, seconds)
                 times.append(seconds)
                 self.metrics.step(record)
@@ -131,7 +136,7 @@ class Loop:
                 self._save(state, step)
             self.checkpoints.wait()
         finally:
-            if profile and profile[0] <= step < profile[1]:
+            if tracing:
                 jax.profiler.stop_trace()
             self.metrics.close()
         if step == config.train.steps:

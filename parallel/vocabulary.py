@@ -44,5 +44,5 @@ def from_rank(x: jax.Array, rank: int) -> jax.Array:
 
 
 def gather(x_BV: jax.Array) -> jax.Array:
-    """The slices of all ranks side by side, [B, V]."""
-    return lax.all_gather(x_BV, AXIS, axis=1, tiled=True)
+    """The slices of all ranks side by side in the last dimension."""
+    return lax.all_gather(x_BV, AXIS, axis=x_BV.ndim - 1, tiled=True)

@@ -43,14 +43,15 @@ def batch(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, np.nda
 def forward(model: Transformer, params: dict, side: dict) -> jax.Array:
     """Logits [R, S, V] of canonical parameters (layers stacked in order, vocabulary unpadded)."""
     c = model.config
-    x = params["embed"]["tokens"][side["tokens"]]
+    x = params["embed"]["tokens"][side["tokens"]] * model.embed_scale
     if "positions" in params["embed"]:
         x = x + params["embed"]["positions"][side["positions"]]
     x = dropout(x, c.dropout, side["key"], EMBED_SALT)
     one = lambda x, xs: (model.layer(xs[0], (xs[1], side), {}, x)[0], None)
     x, _ = jax.lax.scan(one, x, (params["layers"], jnp.arange(c.layers)))
     x = model._hidden(params["head"]["norm"], x)
-    return jnp.einsum("rsd,vd->rsv", x, params["embed" if c.tied else "head"]["tokens"])
+    logits = jnp.einsum("rsd,vd->rsv", x, params["embed" if c.tied else "head"]["tokens"])
+    return c.logit_softcap * jnp.tanh(logits / c.logit_softcap) if c.logit_softcap else logits
 
 
 def loss(model: Transformer, params: dict, side: dict) -> jax.Array:

@@ -78,9 +78,7 @@ class Corpus:
         """Number of rows of an epoch. Raises UserError when the corpus is shorter than one row."""
         return batches.count_rows(self.training, length)
 
-    def batch(
-        self, seed: int, step: int, rows: int, length: int, row_range: tuple[int, int] | None = None
-    ) -> batches.Batch:
+    def batch(self, seed: int, step: int, rows: int, length: int, row_range: tuple[int, int] | None = None) -> batches.Batch:
         """Batch of a step: see `batches.training_batch`."""
         return batches.training_batch(self.training, seed, step, rows, length, row_range)
 

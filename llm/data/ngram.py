@@ -59,9 +59,7 @@ def _probabilities(split: Split, stop: int, pairs: list[np.ndarray], size: int) 
         after_V += np.bincount(y, minlength=size)
         code = x * size + y
         place = np.searchsorted(wanted, code)
-        place = (
-            place[(place < len(wanted)) & (wanted[np.minimum(place, len(wanted) - 1)] == code)] if len(wanted) else []
-        )
+        place = place[(place < len(wanted)) & (wanted[np.minimum(place, len(wanted) - 1)] == code)] if len(wanted) else []
         count_U += np.bincount(place, minlength=len(wanted)).astype(np.int64) if len(place) else 0
     bigram_N = count_U[index_N] / np.maximum(before_V[a_N], 1)
     return bigram_N, (after_V[b_N] + 1) / (after_V.sum() + size)

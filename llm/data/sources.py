@@ -138,9 +138,7 @@ def choose_held_out(held_out: str, names: list[str]) -> list[bool]:
         patterns = [f"*[/:]{part.strip()}" for part in text.split(",")]
         chosen = [any(fnmatch.fnmatchcase("/" + name, pattern) for pattern in patterns) for name in names]
     else:
-        order = sorted(
-            range(len(names)), key=lambda i: hashlib.blake2b(names[i].encode("utf-8", "surrogatepass")).digest()
-        )
+        order = sorted(range(len(names)), key=lambda i: hashlib.blake2b(names[i].encode("utf-8", "surrogatepass")).digest())
         lowest = set(order[:count])
         chosen = [i in lowest for i in range(len(names))]
     if not any(chosen):
@@ -161,7 +159,5 @@ def _count(text: str, documents: int) -> int | None:
     if not math.isfinite(number):
         return None
     if number < 0 or (number > 1 and number != int(number)):
-        raise UserError(
-            f"data.held_out={text!r} must be a number of documents, a fraction below 1 or a pattern on names"
-        )
+        raise UserError(f"data.held_out={text!r} must be a number of documents, a fraction below 1 or a pattern on names")
     return max(1, round(number * documents)) if 0 < number < 1 else int(number)

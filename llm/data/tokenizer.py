@@ -36,9 +36,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
         """Train on texts up to `vocab` entries (fewer on a short text); the same texts give the same ids."""
         if vocab < SMALLEST:
-            raise UserError(
-                f"model.vocab={vocab} is too small to train a tokenizer: it needs {SMALLEST} (bytes, end of text)"
-            )
+            raise UserError(f"model.vocab={vocab} is too small to train a tokenizer: it needs {SMALLEST} (bytes, end of text)")
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
@@ -60,9 +58,7 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
-            raise UserError(
-                f"data.tokenizer: {str(path)!r} is not a tokenizer.json that can be read ({error})"
-            ) from None
+            raise UserError(f"data.tokenizer: {str(path)!r} is not a tokenizer.json that can be read ({error})") from None
         loaded = cls(inner, str(path))
         if loaded.size > vocab:
             raise UserError(

@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 
 from parallel.errors import UserError
-from parallel.schedule.building_block import PERIOD, Block, from_block, v_min_block
+from parallel.schedule.building_block import PERIOD, Block, from_block, v_half_block, v_min_block
 from parallel.schedule.simulate import memory_peaks, simulate
 from parallel.schedule.table import Table
 
 Costs = tuple[float, float, float]
-TRIED = 12  # blocks that are built and timed
+TRIED = 24  # blocks that are built and timed
 
 
 def adaptive_v(
@@ -32,7 +32,7 @@ def adaptive_v(
     few = min(m, 2 * p + 4)  # enough to tell warm-up, rhythm and cool-down apart
     value = lambda table: getattr(simulate(table, costs, comm), "rank_span" if span else "makespan")
     best: tuple[float, Block] | None = None
-    for block in [*_blocks(p, limit), v_min_block(p)]:
+    for block in [v_half_block(p), *_blocks(p, limit), v_min_block(p)]:
         table = from_block("adaptive-v", block, few)
         if max(memory_peaks(table)) <= limit + 1e-9:
             best = min(best or (np.inf, block), (value(table), block), key=lambda b: b[0])
@@ -70,9 +70,9 @@ def _blocks(p: int, limit: float) -> list[Block]:
         for i in np.flatnonzero(peaks <= limit):
             block = [tuple(int(t) for t in row) for row in times[i]]
             found.setdefault(tuple(block[0] + block[-1]), (-peaks[i], block))
-    chosen = sorted(found.values(), key=lambda f: (f[0], f[1][0][3]))
-    step = max(1, len(chosen) // (8 * TRIED))
-    return [block for _, block in chosen[: TRIED // 2] + chosen[TRIED // 2 :: step][: TRIED - TRIED // 2]]
+    chosen = [block for _, block in sorted(found.values(), key=lambda f: (f[0], f[1][0][3]))]
+    most = chosen[: 20 * TRIED]  # the fullest, of them the shortest and a sample of the others
+    return most[: TRIED // 2] + most[TRIED // 2 :: 39][: TRIED - TRIED // 2]
 
 
 def _steady_peak(times: np.ndarray) -> np.ndarray:

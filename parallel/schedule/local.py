@@ -156,6 +156,24 @@ class _Timed:
                 return None
         return i, [*passed, n], [(x, n) for x in passed]
 
+    def shake(self, timed, limit: int, rng: random.Random):
+        """Swap two random neighbours, if that is possible; returns the new times."""
+        r = rng.randrange(len(self.orders))
+        order = self.orders[r]
+        if len(order) < 2:
+            return timed
+        i = rng.randrange(1, len(order))
+        move = self.allowed(r, i, i - 1, timed[1])
+        if move is None or _running(self, order)[i - 1] + self.change[order[i]] > limit:
+            return timed
+        order[i - 1 : i + 1] = move[1]
+        after = self.time()
+        if after is None:
+            order[i - 1 : i + 1] = move[1][::-1]
+            return timed
+        self.index(order, i - 1, i + 1)
+        return after
+
     def estimate(self, r: int, at: int, segment: list[int], timed) -> float:
         """Length of the longest path through a new segment, the rest as it is."""
         _, end, tail, offset = timed
@@ -220,16 +238,18 @@ def improve(
                 value += rng.random() * 1e-3 * work.duration[segment[0]]
                 if choice is None or value < choice[0]:
                     choice = (value, r, at, segment, pairs)
-        if choice is None:  # nothing left to do from here: back to the best, with other random choices
+        if choice is None:  # nothing left to do from here: back to the best, shaken
             stuck += 1
-            if stuck > 20:
+            if stuck > 40:
                 break
             tabu.clear()
             work.orders = [o[:] for o in orders]
             for o in work.orders:
                 work.index(o, 0)
-            held = [_running(work, o) for o in work.orders]
             timed = work.time()
+            for _ in range(stuck):
+                timed = work.shake(timed, limit, rng)
+            held = [_running(work, o) for o in work.orders]
             continue
         _, r, at, segment, pairs = choice
         old = work.orders[r][at : at + len(segment)]

@@ -52,9 +52,7 @@ LAYOUTS = {
 class Setup:
     """A layout's mesh, and how the training state of SPECS looks in it."""
 
-    def __init__(
-        self, pipe=1, chunks=1, placement="loop", per_chunk=(), zero=0, optimizer="muon", layers=LAYERS, **mesh
-    ):
+    def __init__(self, pipe=1, chunks=1, placement="loop", per_chunk=(), zero=0, optimizer="muon", layers=LAYERS, **mesh):
         self.mesh = make_mesh({"pipe": pipe, **mesh})
         layout = sharding.make_layout(layers, placement, pipe, chunks, per_chunk)
         sizes = dict(self.mesh.shape)
@@ -65,9 +63,7 @@ class Setup:
 
         def shard(s, zero):
             parts = sharding.partition(s, layout, sizes)
-            return NamedSharding(
-                self.mesh, sharding.with_axis(parts, sharding.zero_dim(s, layout, sizes, zero), "data")
-            )
+            return NamedSharding(self.mesh, sharding.with_axis(parts, sharding.zero_dim(s, layout, sizes, zero), "data"))
 
         params = over(lambda s: jax.ShapeDtypeStruct(sharding.memory_shape(s, layout, sizes), jnp.float32))
         optimizer = jax.eval_shape(transform.init, params)
@@ -146,12 +142,8 @@ def test_the_files_do_not_depend_on_the_layout(setups, tmp_path):
         files = {str(f.relative_to(state)): f.read_bytes() for f in state.rglob("*") if f.is_file()}
         contents.append({k: v for k, v in files.items() if k != "commit_success.txt"})  # orbax's, names the folder
     assert all(content == contents[0] for content in contents)
-    assert {"params/block/query/zarr.json", "params/block/query/c/6/0/0/0", "params/embedding/c/0/0"} <= set(
-        contents[0]
-    )
-    assert {"optimizer/muon/mu/block/query/c/0/0/0/0", "optimizer/adam/nu/embedding/c/0/0", "step/c"} <= set(
-        contents[0]
-    )
+    assert {"params/block/query/zarr.json", "params/block/query/c/6/0/0/0", "params/embedding/c/0/0"} <= set(contents[0])
+    assert {"optimizer/muon/mu/block/query/c/0/0/0/0", "optimizer/adam/nu/embedding/c/0/0", "step/c"} <= set(contents[0])
     found = names(tmp_path / "one", 3)
     assert found["params/block/query"].shape == (LAYERS, WIDTH, 4, 2) and found["params/block/query"].dtype == "float32"
     assert found["params/embedding"].shape == (VOCAB, WIDTH) and found["step"].shape == ()
@@ -275,9 +267,7 @@ def test_saving_a_saved_step_is_a_warning(setups, tmp_path, caplog):
     checkpoints.save(3, setups["one"].state(9), setups["one"].stored, {})
     checkpoints.close()
     assert "already saved" in caplog.text
-    assert_equal(
-        Checkpoints(tmp_path, 1).restore(3, setups["one"].abstract, setups["one"].stored), setups["one"].expected(3)
-    )
+    assert_equal(Checkpoints(tmp_path, 1).restore(3, setups["one"].abstract, setups["one"].stored), setups["one"].expected(3))
 
 
 KILLED = """

@@ -68,6 +68,8 @@ def test_a_configuration_survives_json():
         (dict(model__layers=0), ["model.layers=0", "least is 1"]),
         (dict(model__dropout=1), ["dropout=1.0", "below 1"]),
         (dict(profile="7"), ["START:STOP"]),
+        (dict(profile="90:101"), ["90:101", "train.steps=100"]),
+        (dict(train__samples_every=5, train__sample_prompt=""), ["sample_prompt"]),
     ],
 )
 def test_refused_with_what_would_fit(changes, words):

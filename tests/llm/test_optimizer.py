@@ -109,13 +109,9 @@ def test_decay_is_decoupled_and_on_matrices_only(name):
     decayed, _ = first_update(make_config(name=name, weight_decay=0.5))
     params, block = random_tree(0), lambda tree: tree["block"]
     for key in ("query", "out"):
-        np.testing.assert_allclose(
-            block(decayed)[key] - block(plain)[key], 0.5 * block(params)[key], rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(block(decayed)[key] - block(plain)[key], 0.5 * block(params)[key], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(decayed["head"] - plain["head"], 0.5 * params["head"], rtol=1e-5, atol=1e-6)
-    for a, b in [(block(decayed)[k], block(plain)[k]) for k in ("bias", "norm")] + [
-        (decayed["embedding"], plain["embedding"])
-    ]:
+    for a, b in [(block(decayed)[k], block(plain)[k]) for k in ("bias", "norm")] + [(decayed["embedding"], plain["embedding"])]:
         np.testing.assert_array_equal(a, b)
 
 

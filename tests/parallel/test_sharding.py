@@ -15,7 +15,6 @@ from parallel.errors import UserError
 from parallel.mesh import axis_size, make_mesh
 from parallel.schedule import place
 from parallel.sharding import (
-    Layout,
     ParamSpec,
     automatic_part,
     describe_bytes,
@@ -180,7 +179,3 @@ def test_every_layout_starts_from_the_same_bits():
         for leaf, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(program.shardings["params"])):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             assert leaf.dtype == np.float32
-
-
-def test_a_layout_is_plain_data():
-    assert Layout(1, np.zeros((1, 1, 1), int)).slots == 1

@@ -18,9 +18,7 @@ from llm.data.tokenizer import Tokenizer
 from parallel.errors import UserError
 from tests.llm.data.small import data_config
 
-TEXTS = {
-    f"{name}.txt": f"{name} speaks of the state of the union. " * 9 for name in ("adams", "grant", "polk", "tyler")
-}
+TEXTS = {f"{name}.txt": f"{name} speaks of the state of the union. " * 9 for name in ("adams", "grant", "polk", "tyler")}
 
 
 @pytest.fixture
@@ -211,12 +209,7 @@ def test_where_paths_lead(folder, tmp_path, monkeypatch):
 
 def test_jsonl(tmp_path):
     lines = [{"text": "first\ntext", "id": "a/1"}, {"text": "second ü"}, {"text": "third", "id": 0, "more": [1]}]
-    raw = (
-        "\ufeff"
-        + json.dumps(lines[0])
-        + "\r\n\n"
-        + "\n".join(json.dumps(line, ensure_ascii=False) for line in lines[1:])
-    )
+    raw = "\ufeff" + json.dumps(lines[0]) + "\r\n\n" + "\n".join(json.dumps(line, ensure_ascii=False) for line in lines[1:])
     (tmp_path / "d.jsonl").write_text(raw, newline="")
     corpus = open_corpus(data_config(tmp_path / "d.jsonl", held_out="a/1"), 270, tmp_path / "cache")
     assert texts_of(corpus.held_out, corpus.tokenizer) == {"d.jsonl:a/1": "first\ntext"}
