@@ -29,7 +29,7 @@ def main() -> int:
     from llm.evaluate import evaluate, table
     from llm.generate import Sampling, generate
     from llm.metrics import METRICS, read_jsonl
-    from llm.step import build
+    from llm.step import COSTS, build
     from llm.train import train
     from llm.workdir import write_atomically
     from parallel.schedule.draw import draw_ticks
@@ -54,8 +54,9 @@ def main() -> int:
     times = sorted(record["step_time_s"] for record in read_jsonl(WORKDIR / METRICS) if "step_time_s" in record)
     step_time = times[len(times) // 2]
     facts = program.describe()
-    title = f"{facts['schedule']}: {facts['ticks']} ticks in a step of {1000 * step_time:.0f} ms (measured median)"
-    picture = draw_ticks(program.tick_table, WORKDIR / "ticks.png", step_time, title, idle=facts["idle"])
+    ticks, costs = program.tick_table, COSTS[config.pipeline.remat]
+    title = f"{facts['schedule']}: {ticks.length} ticks in a step of {1000 * step_time:.0f} ms (measured median)"
+    picture = draw_ticks(ticks, WORKDIR / "ticks.png", step_time, title, costs, facts["idle"])
 
     def path(file: str | Path) -> str:
         return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else str(file)

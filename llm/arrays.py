@@ -204,14 +204,17 @@ class Saved:
                     return f"array {name}: {file.relative_to(self.folder)} is cut short"
         return None
 
-    def read(self, name: str, layer: int | None = None) -> np.ndarray:
-        """An array, or one layer of a per-layer array. Raises UserError (no such array), CheckError (damaged)."""
+    def read(self, name: str, layer: int | None = None, rows: slice = slice(None)) -> np.ndarray:
+        """An array, or one layer of a per-layer array; of it, the rows (of dimension 0) that are asked for.
+
+        Raises UserError (no such array), CheckError (damaged)."""
         info = self._info(name)
         if layer is not None and not (info.shape and 0 <= layer < info.shape[0]):
             raise UserError(f"{self.title}: array {name} has shape {info.shape}, so there is no layer {layer} in it")
         with self._naming(name):
             store = open_array(self.folder, name, info)
-            return (store if layer is None else store[layer]).read().result()
+            part = store if layer is None else store[layer]
+            return (part if rows == slice(None) else part[rows]).read().result()
 
     def restore(self, names: list[str], abstract: list, stored: list[Stored]) -> list[jax.Array]:
         """Leaves with the shapes, dtypes and shardings of `abstract`. UserError: another model wrote them."""

@@ -139,14 +139,16 @@ def names(folder: str | Path, step: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(info.shape, np.dtype(info.dtype)) for name, info in infos.items()}
 
 
-def read(folder: str | Path, step: int, name: str, layer: int | None = None) -> np.ndarray:
-    """An array of a step, or one layer of it. Needs no mesh and reads nothing else."""
-    return _open(folder, step).read(name, layer)
+def read(folder: str | Path, step: int, name: str, layer: int | None = None, rows: slice = slice(None)) -> np.ndarray:
+    """An array of a step, or one layer of it, or rows of it. Needs no mesh and reads nothing else."""
+    return _open(folder, step).read(name, layer, rows)
 
 
 @contextlib.contextmanager
 def writing(folder: str | Path, step: int, infos: dict[str, Info], meta: dict):
-    """Writes a step without a mesh: yields put(name, value, layer=None), and commits at the end of the block.
+    """Writes a step without a mesh: yields put(name, value, layer=None, rows=...), and commits at the end of the block.
+
+    rows: which rows of the array or layer the value is; whole chunks (Info.rows) are written once, parts are not.
 
     Raises CheckError, and commits nothing, when an array or a layer was not put."""
     final = Path(folder).absolute() / str(step)
@@ -157,9 +159,10 @@ def writing(folder: str | Path, step: int, infos: dict[str, Info], meta: dict):
     (part / STATE).mkdir(parents=True)
     opened = functools.cache(lambda name: open_array(part / STATE, name, infos[name], create=True))
 
-    def put(name: str, value: np.ndarray, layer: int | None = None) -> None:
+    def put(name: str, value: np.ndarray, layer: int | None = None, rows: slice = slice(None)) -> None:
         store = opened(name)
         target = store if layer is None else store[layer]
+        target = target if rows == slice(None) else target[rows]
         if np.shape(value) != target.shape:
             raise ValueError(f"{name}: {np.shape(value)} was put where {target.shape} belongs")
         target.write(np.asarray(value, infos[name].dtype)).result()

@@ -4,12 +4,13 @@
 <workdir>/checkpoints/0/   its parameters; there is no optimiser state"""
 
 import dataclasses
+import functools
 import json
+import math
 import shutil
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -41,6 +42,7 @@ GENERATION = "generation_config.json"
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")  # of config.json, besides the model's shape
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 SHARD_BYTES = 4_000_000_000
+BLOCK = 1 << 24  # numbers of an embedding in memory at a time
 SHOWN = 6  # names in a message
 
 
@@ -50,11 +52,8 @@ class Stored(Protocol):
     dtype: str
     shape: tuple[int, ...]
 
-    def read(self) -> np.ndarray:
-        """The tensor in fp32."""
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Its numbers in order, in flat arrays."""
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows start to stop of the tensor, in fp32."""
 
 
 class Source(Protocol):
@@ -125,8 +124,7 @@ def import_model(source: str | Path, workdir: str | Path) -> Json:
     }
     with writing(workdir / CHECKPOINTS, 0, infos, meta) as put:
         for tensor in expected:
-            for name, value in tensor.to_ours(found[tensor.name].read()).items():
-                put(f"params/{name}", value, tensor.layer)
+            _put(put, tensor, found[tensor.name], infos)
     save_config(workdir, config)
     return {
         "source": str(source),
@@ -137,8 +135,26 @@ def import_model(source: str | Path, workdir: str | Path) -> Json:
         "tied": model.tied,
         "vocab": model.vocab,
         "tokenizer": tokenizer.size if tokenizer else None,
-        "tensors": _rows(expected, found) + notes,
+        "tensors": _rows(expected, {name: stored.dtype for name, stored in found.items()}) + notes,
     }
+
+
+def _put(put: Callable[..., None], tensor: Tensor, stored: Stored, infos: dict[str, Info]) -> None:
+    """A function of its own, so that one tensor is gone before the next is read."""
+    if tensor.specs[0].kind == "embedding":  # the largest tensor of many models: never whole in memory
+        name = f"params/{tensor.parts[0]}"
+        for rows in _row_blocks(tensor.shape, infos[name].rows):
+            put(name, stored.read(rows.start, rows.stop), rows=rows)
+        return
+    for name, value in tensor.to_ours(stored.read()).items():
+        put(f"params/{name}", value, tensor.layer)
+
+
+def _row_blocks(shape: Sequence[int], multiple: int = 1) -> Iterator[slice]:
+    """Slices of BLOCK numbers that together are all rows; their length is a multiple of `multiple` but for the last."""
+    number = max(1, BLOCK // (multiple * math.prod(shape[1:]))) * multiple
+    for start in range(0, shape[0], number):
+        yield slice(start, min(start + number, shape[0]))
 
 
 def table(document: Json) -> str:
@@ -176,17 +192,18 @@ def _match(family: Family, model: ModelConfig, expected: list[Tensor], given: di
     problems += [f"misshapen: {_some(wrong)}"] if wrong else []
     if problems:
         raise UserError(f"the tensors are not those of this {family.name} model; " + "; ".join(problems))
-    notes = [_row(name, 1, given[name], "left out: no parameter") for name in buffers]
+    notes = [_row(name, 1, given[name].shape, given[name].dtype, "left out: no parameter") for name in buffers]
     if model.tied and head in given:
         one, two = found[embedding], given[head]
-        if one.shape != two.shape or not all(np.array_equal(a, b) for a, b in zip(one.blocks(), two.blocks(), strict=True)):
+        same = lambda rows: np.array_equal(one.read(rows.start, rows.stop), two.read(rows.start, rows.stop))
+        if one.shape != two.shape or not all(map(same, _row_blocks(one.shape))):
             raise UserError(f"config.json ties the output head to the embedding, but {head} differs from {embedding}: "
                             "set tie_word_embeddings to false in it, or remove the tensor")  # fmt: skip
-        notes.append(_row(head, 1, two, "tied: equal to the embedding"))
+        notes.append(_row(head, 1, two.shape, two.dtype, "tied: equal to the embedding"))
     return found, notes
 
 
-def _rows(expected: Sequence[Tensor], found: dict[str, Any]) -> list[Json]:
+def _rows(expected: Sequence[Tensor], dtypes: dict[str, str]) -> list[Json]:
     """One row for the tensors of all layers that have the same name otherwise."""
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in expected:
@@ -194,20 +211,13 @@ def _rows(expected: Sequence[Tensor], found: dict[str, Any]) -> list[Json]:
     rows = []
     for parts, group in groups.items():
         name = group[0].name if group[0].layer is None else group[0].name.replace(".0.", ".*.", 1)
-        row = _row(name, len(group), found[group[0].name], ", ".join(parts))
-        counts = Counter(found[tensor.name].dtype for tensor in group)
-        rows.append(row | {"dtype": "+".join(sorted(counts))})
+        dtype = "+".join(sorted({dtypes[tensor.name] for tensor in group}))
+        rows.append(_row(name, len(group), group[0].shape, dtype, ", ".join(parts)))
     return rows
 
 
-def _row(name: str, number: int, stored: Any, parameter: str) -> Json:
-    return {
-        "name": name,
-        "number": number,
-        "shape": list(stored.shape),
-        "dtype": str(stored.dtype),
-        "parameter": parameter,
-    }
+def _row(name: str, number: int, shape: Sequence[int], dtype: str, parameter: str) -> Json:
+    return {"name": name, "number": number, "shape": list(shape), "dtype": dtype, "parameter": parameter}
 
 
 def _keep_files(opened: Source, workdir: Path, model: ModelConfig) -> Tokenizer | None:
@@ -268,7 +278,6 @@ def export_model(
     if destination.exists():
         destination.rmdir()
     part.rename(destination)
-    rows = _rows(expected, {t.name: dataclasses.make_dataclass("S", ["shape", "dtype"])(t.shape, dtype) for t in expected})
     return {
         "workdir": str(workdir),
         "destination": str(destination),
@@ -278,7 +287,7 @@ def export_model(
         "tied": model.tied,
         "vocab": model.vocab,
         "tokenizer": Tokenizer.load(workdir / TOKENIZER, model.vocab).size if (workdir / TOKENIZER).is_file() else None,
-        "tensors": rows,
+        "tensors": _rows(expected, dict.fromkeys((tensor.name for tensor in expected), dtype)),
     }
 
 
@@ -301,8 +310,11 @@ def _write_weights(
         where |= dict.fromkeys(shard, file)
 
         def rows(name, shard=shard):
-            tensor = shard[name]
-            yield tensor.from_ours([read(checkpoints, step, f"params/{part}", tensor.layer) for part in tensor.parts])
+            tensor, get = shard[name], functools.partial(read, checkpoints, step)
+            if tensor.specs[0].kind == "embedding":
+                yield from (get(f"params/{tensor.parts[0]}", rows=rows) for rows in _row_blocks(tensor.shape))
+            else:
+                yield tensor.from_ours([get(f"params/{part}", tensor.layer) for part in tensor.parts])
 
         safetensor_files.write(folder / file, {name: tensor.shape for name, tensor in shard.items()}, dtype, rows)
     if len(shards) > 1:

@@ -6,9 +6,10 @@ little-endian. Memory maps are avoided: their pages count as resident memory."""
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -36,28 +37,22 @@ class Entry:
     shape: tuple[int, ...]
     start: int  # first byte in the file
 
-    def read(self) -> np.ndarray:
-        """The tensor in fp32. Raises UserError when its numbers are of a kind that is not supported."""
-        out = np.empty(self.shape, np.float32)
-        flat, first = out.reshape(-1), 0
-        for block in self.blocks():
-            flat[first : first + block.size] = block
-            first += block.size
-        return out
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Its numbers in order, in flat arrays of the file's own type."""
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows start to stop of the tensor, in fp32. Raises UserError when its numbers are of a kind that is not supported."""
         if self.dtype not in DTYPES:
             raise UserError(f"{self.path}: tensor {self.name} is of type {self.dtype}: supported are {', '.join(DTYPES)}")
-        left = math.prod(self.shape)
+        dtype, row = DTYPES[self.dtype], math.prod(self.shape[1:])
+        out = np.empty((len(range(*slice(start, stop).indices(self.shape[0]))), *self.shape[1:]), np.float32)
+        flat = out.reshape(-1)
         with open(self.path, "rb") as file:
-            file.seek(self.start)
-            while left:
-                block = np.fromfile(file, DTYPES[self.dtype], min(left, BLOCK))
-                if not block.size:
+            file.seek(self.start + start * row * dtype.itemsize)
+            for first in range(0, flat.size, BLOCK):
+                part = flat[first : first + BLOCK]
+                block = np.fromfile(file, dtype, part.size)
+                if block.size < part.size:
                     raise UserError(f"{self.path} is cut short: tensor {self.name} is not whole")
-                yield block
-                left -= block.size
+                part[:] = block
+        return out
 
 
 def entries(path: Path) -> dict[str, Entry]:
@@ -98,13 +93,15 @@ def write(
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            written = 0
-            for part in parts(name):
-                rows = max(1, BLOCK // max(1, math.prod(part.shape[1:])))
-                for first in range(0, len(part), rows):
-                    np.ascontiguousarray(part[first : first + rows], dtype).tofile(file)
-                written += part.size
+            written = sum(_write_rows(file, part, dtype) for part in parts(name))
             if written != math.prod(shape):
                 raise ValueError(f"{name}: {written} numbers were written where {shape} belong")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write_rows(file: BinaryIO, array: np.ndarray, dtype: np.dtype) -> int:
+    rows = max(1, BLOCK // max(1, math.prod(array.shape[1:])))
+    for first in range(0, len(array), rows):
+        np.ascontiguousarray(array[first : first + rows], dtype).tofile(file)
+    return array.size

@@ -23,6 +23,9 @@ from parallel.mesh import make_mesh
 from parallel.sharding import Stored, make_layout, manual_part, memory_shape, pad, stored
 
 Tree = Any
+DEFERRED = ("1f1b", "eager-1f1b", "interleaved", "looped-bfs")  # published with a whole backward, better without
+COSTS = dict(none=(6.0, 10.0, 4.0), selective=(6.0, 12.0, 4.0), full=(6.0, 15.0, 4.0))
+"""Remat -> relative times of F, B and W: the matmuls of an attention and MLP layer in each."""
 DTYPES = dict(float32=jnp.float32, bfloat16=jnp.bfloat16)
 
 
@@ -37,9 +40,12 @@ def make_table(config: Config) -> schedule.Table:
     c, pipe = config.pipeline, config.mesh.pipe
     backward = c.backward
     if backward == "auto":  # deferring W fills bubbles; under full remat it would stash ten times the layer's input
-        backward = "whole" if pipe == 1 or c.remat == "full" or c.schedule == "gpipe" else "split"
+        whole = (pipe == 1 or c.remat == "full") and not c.schedule.endswith(".csv")
+        backward = "whole" if whole else "split" if c.schedule in DEFERRED else ""
     chunks = c.chunks or len(c.layers_per_chunk) // pipe
-    return schedule.make(c.schedule, pipe, c.microbatches, chunks=chunks, group=c.group, backward=backward)
+    return schedule.make(
+        c.schedule, pipe, c.microbatches, chunks=chunks, group=c.group, backward=backward, costs=COSTS[c.remat]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,9 @@ class Program:
 
     @functools.cached_property
     def tick_table(self) -> schedule.TickTable:
-        return schedule.pack(self.table)
+        """The table in the shape whose ticks cost less in this idle mode; each rank keeps its order, and so its memory."""
+        packed = [schedule.pack(self.table, shape) for shape in ("pairs", "single")]
+        return min(packed, key=lambda ticks: ticks.cost(*COSTS[self.config.pipeline.remat], idle=self.idle))
 
     @functools.cached_property
     def layout(self):
@@ -285,9 +293,9 @@ class Program:
         return sum(share(a) for a in jax.tree.leaves(self.abstract_state()))
 
     def bubble(self) -> float:
-        """Predicted share of idle time of the tick table, with F, B and W at equal cost."""
-        cost = self.tick_table.cost(idle=self.idle)
-        return 1 - 3 * self.table.microbatches / cost
+        """Predicted share of idle time of the tick table: 1 - ideal / cost, with the relative times in COSTS."""
+        times = COSTS[self.config.pipeline.remat]
+        return 1 - self.table.microbatches * sum(times) / self.tick_table.cost(*times, idle=self.idle)
 
     def describe(self) -> dict[str, Any]:
         """The facts that a run prints when it starts."""
@@ -299,7 +307,7 @@ class Program:
             "state_bytes_per_device": self.bytes_per_device(),
             "schedule": f"{self.table.name}, {t.table.chunks} chunks a rank, {t.table.microbatches} microbatches",
             "backward": "whole" if t.fused else "split, W deferred",
-            "ticks": t.length,
+            "ticks": f"{t.length} ({t.shape})",
             "bubble": round(self.bubble(), 4),
             "idle": self.idle,
             "remat": c.pipeline.remat,

@@ -28,14 +28,26 @@ Tree = Any
 
 
 def _at(tree: Tree, *indices: jax.Array) -> Tree:
-    """tree[i], tree[i, j], ...: a dimension of size 1 is indexed statically, so that no copy is made."""
-    for i in indices:
-        tree = jax.tree.map(lambda a, i=i: a[0] if len(a) == 1 else lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
-    return tree
+    """tree[i], tree[i, j], ... as one slice, so that nothing is copied but what is read."""
+
+    def one(a):
+        n = len(indices)
+        start = [0 if size == 1 else i for i, size in zip(indices, a.shape)]
+        if all(isinstance(i, int) for i in start):
+            return a[tuple(start)]
+        return lax.dynamic_slice(a, [*start, *(0,) * (a.ndim - n)], (*(1,) * n, *a.shape[n:])).reshape(a.shape[n:])
+
+    return jax.tree.map(one, tree)
 
 
-def _put(tree: Tree, new: Tree, i: jax.Array) -> Tree:
-    return jax.tree.map(lambda a, n: lax.dynamic_update_index_in_dim(a, n, i, 0), tree, new)
+def _put(tree: Tree, new: Tree, *indices: jax.Array) -> Tree:
+    """The tree with new at [i], [i, j], ..., in place."""
+
+    def one(a, x):
+        n = len(indices)
+        return lax.dynamic_update_slice(a, x.reshape(*(1,) * n, *x.shape), [*indices, *(0,) * x.ndim])
+
+    return jax.tree.map(one, tree, new)
 
 
 def _choose(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
@@ -64,9 +76,9 @@ class Executor:
         value = lambda s: jnp.full((*lead, *s.shape), fill if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype)
         return jax.tree.map(value, tree)
 
-    def _slot(self, busy, run):
-        """An F or B slot: skipped or computed in vain when idle; its outputs then are worth nothing."""
-        return lax.cond(busy > 0, run, lambda: self._blank(jax.eval_shape(run))) if self.skip else run()
+    def _slot(self, busy, run, idle, into):
+        """run(into) or, in a skipped slot, idle(into): as `into` is written in place, what it holds is kept."""
+        return lax.cond(busy > 0, run, idle, into) if self.skip else run(into)
 
     def _layer(self, index, run, *hand_on):
         """A layer slot; an empty one gives `hand_on` for the first of run's outputs and zeros for the rest."""
@@ -107,53 +119,57 @@ class Executor:
         ctx = (jnp.zeros((), jnp.int32), self._side(0))
         return split(layer, one, ctx, state, self.carry, self.plan.seeds, fused=self.fused)
 
-    def _f_chunk(self, c, m, state, x):
-        side = self._side(m)
+    # Layers, residuals and gradients are read and written one layer at a time, where they lie: no chunk is ever copied.
+    def _f_chunk(self, k, state, x, stash):
+        """(y, stash, state, sums) of the F slot's chunk."""
+        side, slots = self._side(k["F_m"]), {name: k[f"F_{name}"] for name in stash}
 
-        def body(x, xs):
-            w, index, state = xs
+        def body(carry, xs):
+            (x, stash), (i, state) = carry, xs
+            w, index = _at((self.layers, self.index_CL), k["F_c"], i)
             if self.train:
                 run = lambda: self.cut.forward(w, (index, side), state, x)
             else:
                 run = lambda: (*self.model.layer(w, (index, side), state, x), [], [])
-            y, *rest = self._layer(index, run, x, state)
-            return y, rest
+            y, state, sums, a, aw = self._layer(index, run, x, state)
+            made = dict(a=a, aw=aw)
+            return (y, {name: _put(all_, made[name], slots[name], i) for name, all_ in stash.items()}), (state, sums)
 
-        x, (state, sums, a, aw) = self._loop(body, x, (_at(self.layers, c), _at(self.index_CL, c), state))
-        return x, state, jax.tree.map(lambda s: s.sum(0), sums), a, aw
+        (y, stash), (state, sums) = self._loop(body, (x, stash), (jnp.arange(self.plan.layout.slots), state))
+        return y, stash, state, jax.tree.map(lambda s: s.sum(0), sums)
 
-    def _b_chunk(self, c, m, a, aw, dy):
-        """dx of the chunk, and what B hands to W; when fused, the gradients of its layers."""
-        side = self._side(m)
+    def _b_chunk(self, k, s, into):
+        """(dx, into) of the B slot's chunk; into: what B hands to W, or when fused the gradients of all layers."""
+        side = self._side(k["B_m"])
 
-        def body(dy, xs):
-            w, index, a, aw = xs
+        def body(carry, i):
+            dy, into = carry
+            w, index = _at((self.layers, self.index_CL), k["B_c"], i)
+            a, aw = _at(s["a"], k["B_a"], i), _at(s["aw"], k["B_aw"], i)
             run = lambda: self.cut.backward(w, (index, side), self.plan.seeds, a, aw, dy)
-            return self._layer(index, run, dy)
+            dx, made = self._layer(index, run, dy)
+            return (dx, self._add(k, "B", into, made, i) if self.fused else _put(into, made, k["B_cut"], i)), None
 
-        return self._loop(body, dy, (_at(self.layers, c), _at(self.index_CL, c), a, aw), reverse=True)
+        return self._loop(body, (_at(s["g"], k["B_g"]), into), jnp.arange(self.plan.layout.slots), reverse=True)[0]
 
-    def _w_chunk(self, c, m, aw, cut):
-        side = self._side(m)
+    def _w_chunk(self, k, s, grads):
+        """grads with those of the W slot's chunk added."""
+        side = self._side(k["W_m"])
 
-        def body(_, xs):
-            w, index, aw, cut = xs
-            return None, self._layer(index, lambda: (self.cut.weights(w, (index, side), self.plan.seeds, aw, cut),))[0]
+        def body(grads, i):
+            w, index = _at((self.layers, self.index_CL), k["W_c"], i)
+            aw, cut = _at(s["aw"], k["W_aw"], i), _at(s["cut"], k["W_cut"], i)
+            dw = self._layer(index, lambda: (self.cut.weights(w, (index, side), self.plan.seeds, aw, cut),))[0]
+            return self._add(k, "W", grads, dw, i), None
 
-        return self._loop(body, None, (_at(self.layers, c), _at(self.index_CL, c), aw, cut))[1]
+        return self._loop(body, grads, jnp.arange(self.plan.layout.slots))[0]
 
-    def _accumulate(self, busy, run, c, grads):
-        """(run()'s first output, grads with its second added to chunk c); in place, and nothing is added when idle."""
-
-        def add(grads):
-            first, dw = run()
-            if not self.skip:
-                dw = jax.tree.map(lambda d: jnp.where(busy > 0, d, 0), dw)
-            return first, jax.tree.map(lambda g, d: g + d if len(g) == 1 else g.at[c].add(d.astype(g.dtype)), grads, dw)
-
+    def _add(self, k, kind, grads, dw, i):
+        """grads with dw added to layer slot i of the chunk; what an idle slot computed in vain is not added."""
         if not self.skip:
-            return add(grads)
-        return lax.cond(busy > 0, add, lambda grads: (self._blank(jax.eval_shape(lambda: run()[0])), grads), grads)
+            dw = jax.tree.map(lambda d: jnp.where(k[f"{kind}_busy"] > 0, d, 0), dw)
+        where = k[f"{kind}_c"], i
+        return _put(grads, jax.tree.map(lambda g, d: g + d.astype(g.dtype), _at(grads, *where), dw), *where)
 
     # ------------------------------------------------------------------------------------------- slots
     def _receive(self, k, s):
@@ -168,7 +184,9 @@ class Executor:
         x = _choose(k["F_first"] > 0, entering, _at(s["x"], k["F_x"]))
         where = (c, m) if self.plan.state_per_microbatch else (c,)
         old = _at(s["state"], *where)
-        y, state, sums, a, aw = self._slot(busy, lambda: self._f_chunk(c, m, old, x))
+        stash = {name: s[name] for name in ("a", "aw") if self.train}
+        idle = lambda stash: (self._blank(self.carry), stash, old, self._blank(s["layer_sums"]))
+        y, stash, state, sums = self._slot(busy, lambda stash: self._f_chunk(k, old, x, stash), idle, stash)
         state = _choose(busy > 0, state, old)
         s["state"] = jax.tree.map(lambda all_, one: all_.at[where].set(one), s["state"], state)
         s["layer_sums"] = jax.tree.map(lambda t, one: t + jnp.where(busy > 0, one, 0), s["layer_sums"], sums)
@@ -179,7 +197,7 @@ class Executor:
         if not self.train:
             write = lambda out: _put(out, self.predict(self.shared, last(), self._side(leave)), leave)
             return dict(s, out=lax.cond(leave >= 0, write, lambda out: out, s["out"]))
-        s["a"], s["aw"] = _put(s["a"], a, k["F_a"]), _put(s["aw"], aw, k["F_aw"])
+        s |= stash
 
         def head(g_shared):
             sums, dy, g_shared = self.model.head(self.shared, last(), self._side(leave), self.scale, g_shared)
@@ -190,13 +208,9 @@ class Executor:
         return dict(s, g=_put(s["g"], dy, k["head_g"]))
 
     def _b_slot(self, k, s):
-        busy, c, m = k["B_busy"], k["B_c"], k["B_m"]
-        run = lambda: self._b_chunk(c, m, _at(s["a"], k["B_a"]), _at(s["aw"], k["B_aw"]), _at(s["g"], k["B_g"]))
-        if self.fused:
-            s["dx"], s["g_layers"] = self._accumulate(busy, run, c, s["g_layers"])
-        else:
-            s["dx"], cut = self._slot(busy, run)
-            s["cut"] = _put(s["cut"], cut, k["B_cut"])
+        into = "g_layers" if self.fused else "cut"
+        run = lambda into: self._b_chunk(k, s, into)
+        s["dx"], s[into] = self._slot(k["B_busy"], run, lambda into: (self._blank(self.carry), into), s[into])
 
         def leave(g_shared):
             dx = jax.tree.map(lambda d: vocabulary.from_rank(d, self.rows.first_rank), s["dx"])
@@ -205,15 +219,15 @@ class Executor:
         return dict(s, g_shared=lax.cond(k["exit"] >= 0, leave, lambda g: g, s["g_shared"]))
 
     def _w_slot(self, k, s):
-        c, m = k["W_c"], k["W_m"]
-        run = lambda: ((), self._w_chunk(c, m, _at(s["aw"], k["W_aw"]), _at(s["cut"], k["W_cut"])))
-        return dict(s, g_layers=self._accumulate(k["W_busy"], run, c, s["g_layers"])[1])
+        grads = self._slot(k["W_busy"], lambda grads: self._w_chunk(k, s, grads), lambda grads: grads, s["g_layers"])
+        return dict(s, g_layers=grads)
 
     # ------------------------------------------------------------------------------------------- the run
     def _initial(self, state):
         size = lambda name: (self.rows.slots[name] + 1,)  # the last slot is the waste bin
         s = dict(x=self._blank(self.carry, size("x")), state=state)
-        sums = jax.eval_shape(lambda: self._f_chunk(0, 0, self._first(state), self._blank(self.carry))[2])
+        k = dict.fromkeys(RANK_FIELDS, 0)
+        sums = jax.eval_shape(lambda: self._f_chunk(k, self._first(state), self._blank(self.carry), {})[3])
         s["layer_sums"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums)
         if not self.train:
             out = jax.eval_shape(lambda: self.predict(self.shared, self._blank(self.carry), self._side(0)))

@@ -1,4 +1,6 @@
-"""The building block that suits a memory limit and the costs best. Qi et al. 2024, arXiv 2405.15362, section 4.3 (adaptive)."""
+"""The building block that suits a memory limit and the costs best. Qi et al. 2024, arXiv 2405.15362, section 4.3
+(adaptive).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from parallel.schedule.simulate import memory_peaks, simulate
 from parallel.schedule.table import Table
 
 Costs = tuple[float, float, float]
-TRIED = 24  # blocks that are built and timed
 
 
 def adaptive_v(
@@ -23,7 +24,8 @@ def adaptive_v(
     memory: float = 0.0,
     span: bool = False,
 ) -> Table:
-    """The V schedule with the shortest makespan (span: the shortest longest rank span) within `memory` microbatches a rank.
+    """The V schedule with the shortest makespan (span: the shortest longest rank span) within `memory` microbatches a
+    rank.
 
     memory: 0 for p, as much as 1F1B. Raises UserError when V-Min does not fit either.
     """
@@ -48,8 +50,8 @@ def adaptive_v(
 def _blocks(p: int, limit: float) -> list[Block]:
     """Blocks without collisions, those that fill the limit first.
 
-    F0 and B1 go down the ranks in steps of k slots, F1 and B0 come up one slot a rank; k changes once, at any rank; the gaps at the
-    two turns and before B1 are free.
+    F0 and B1 go down the ranks in steps of k slots, F1 and B0 come up one slot a rank; k changes once, at any rank; the
+    gaps at the two turns and before B1 are free.
     """
     ranks = np.arange(p)
     found: dict[tuple[int, ...], tuple[float, Block]] = {}
@@ -71,8 +73,9 @@ def _blocks(p: int, limit: float) -> list[Block]:
             block = [tuple(int(t) for t in row) for row in times[i]]
             found.setdefault(tuple(block[0] + block[-1]), (-peaks[i], block))
     chosen = [block for _, block in sorted(found.values(), key=lambda f: (f[0], f[1][0][3]))]
-    most = chosen[: 20 * TRIED]  # the fullest, of them the shortest and a sample of the others
-    return most[: TRIED // 2] + most[TRIED // 2 :: 39][: TRIED - TRIED // 2]
+    half = 12 if p <= 8 else max(2, 96 // p)  # blocks that are built and timed; the larger, the slower
+    most = chosen[: 40 * half]  # the fullest, of them the shortest and a sample of the others
+    return most[:half] + most[half::39]
 
 
 def _steady_peak(times: np.ndarray) -> np.ndarray:

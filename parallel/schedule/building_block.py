@@ -1,8 +1,9 @@
-"""V schedules from a building block: six slots a rank that repeat for every microbatch. Qi et al. 2024, arXiv 2405.15362.
+"""V schedules from a building block: six slots a rank that repeat for every microbatch. Qi et al. 2024, arXiv
+2405.15362.
 
-The block of rank r says in which slot (of unit length) F0, F1, B1, B0 of microbatch 0 run; microbatch i runs 6i slots later, W in
-the next free slot after its B. Then: *squeeze* (every action as early as order and needs allow) and *reorder* (in warm-up and
-cool-down, pull actions into earlier holes as long as the rank's peak does not rise).
+The block of rank r says in which slot (of unit length) F0, F1, B1, B0 of microbatch 0 run; microbatch i runs 6i slots
+later, W in the next free slot after its B. Then: *squeeze* (every action as early as order and needs allow) and
+*reorder* (in warm-up and cool-down, pull actions into earlier holes as long as the rank's peak does not rise).
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ def draw(picture: Picture | Simulation, path: str | os.PathLike, title: str = ""
 
     kinds = [k for k in WORDS if k == "F" or not table.forward_only]
     keys = [
-        Patch(facecolor=colour(k, 0, table.chunks), edgecolor="#444444", linewidth=0.4, label=f"{k} {WORDS[k]}")
-        for k in kinds
+        Patch(facecolor=colour(k, 0, table.chunks), edgecolor="#444444", linewidth=0.4, label=f"{k} {WORDS[k]}") for k in kinds
     ]
     keys += [Patch(facecolor="none", edgecolor="none", label="darker: later chunk")] * (table.chunks > 1)
     top = 1 - 0.1 / tall

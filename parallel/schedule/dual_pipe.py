@@ -1,7 +1,8 @@
-"""DualPipe and DualPipeV: a forward and a backward of different microbatches overlap in pairs. DeepSeek, arXiv 2412.19437.
+"""DualPipe and DualPipeV: a forward and a backward of different microbatches overlap in pairs. DeepSeek, arXiv
+2412.19437.
 
-Eight steps; the words are the next microbatch of a kind and chunk, W takes the oldest weight gradient that waits, and F&B joins
-a forward and a whole backward. github.com/deepseek-ai/DualPipe: dualpipe.py, dualpipev.py.
+Eight steps; the words are the next microbatch of a kind and chunk, W takes the oldest weight gradient that waits, and
+F&B joins a forward and a whole backward. github.com/deepseek-ai/DualPipe: dualpipe.py, dualpipev.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from parallel.schedule.table import Action, Table
 
 
 class _Row:
-    """One rank's list; chunk k is the rank's module of phase k (swapped when `flip`), microbatches counted from `first`."""
+    """One rank's list; chunk k is the rank's module of phase k (swapped when `flip`), microbatches counted from
+    `first`.
+    """
 
     def __init__(self, flip: bool, first: tuple[int, int]):
-        self.flip, self.count = flip, {("F", c): n for c, n in enumerate(first)} | {("B", c): n for c, n in enumerate(first)}
+        self.flip, self.count = (
+            flip,
+            {("F", c): n for c, n in enumerate(first)} | {("B", c): n for c, n in enumerate(first)},
+        )
         self.actions: list[Action] = []
         self.pairs: set[int] = set()
         self.waiting: deque[tuple[int, int]] = deque()
@@ -45,7 +51,9 @@ class _Row:
         self.backward(b)
 
     def steps(self, half: int, h: int, middle: int, last: bool) -> None:
-        """All eight steps. half: ranks of the (half) pipe. h: position in it. middle: count of step 4. last: h is the last."""
+        """All eight steps. half: ranks of the (half) pipe. h: position in it. middle: count of step 4. last: h is the
+        last.
+        """
         for _ in range(2 * (half - h - 1)):
             self.forward(0)
         for _ in range(h + 1):
@@ -81,8 +89,8 @@ class _Row:
 def dual_pipe_v(stages: int, microbatches: int, split: bool = True) -> Table:
     """DualPipeV ("cut in half"): DualPipe on a V, without a second copy of the parameters. Peak p + 1/2 microbatches.
 
-    split=False: as published, whole backwards inside the pairs. split=True: there too B comes apart from its W, which follows it, so
-    that the gradient leaves early. Built for at least 2p microbatches; a surplus is deleted.
+    split=False: as published, whole backwards inside the pairs. split=True: there too B comes apart from its W, which
+    follows it, so that the gradient leaves early. Built for at least 2p microbatches; a surplus is deleted.
     """
     p, m = stages, max(microbatches, 2 * stages)
     rows = []
@@ -95,7 +103,8 @@ def dual_pipe_v(stages: int, microbatches: int, split: bool = True) -> Table:
 
 
 def dual_pipe(stages: int, microbatches: int, split: bool = True) -> Table:
-    """DualPipe: microbatches enter at both ends of two copies of the model. Peak p + 1 microbatches, twice the parameters.
+    """DualPipe: microbatches enter at both ends of two copies of the model. Peak p + 1 microbatches, twice the
+    parameters.
 
     Even stages, even microbatches, at least two per stage.
     """

@@ -17,14 +17,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2, group: int = 0,
     """
     p, m, v, g = stages, microbatches, chunks, group or stages
     if g < p:
-        raise UserError(
-            f"interleaved: a group of {g} microbatches is smaller than the {p} stages; use a group of {p} or more"
-        )
+        raise UserError(f"interleaved: a group of {g} microbatches is smaller than the {p} stages; use a group of {p} or more")
     sizes = group_sizes(m, g, p)
     forward, backward = groups(sizes, v), groups(sizes, v, reverse=True)
-    ranks = tuple(
-        in_turn(forward, backward, 2 * (p - 1 - r) + (v - 1) * sizes[0], r if split else None) for r in range(p)
-    )
+    ranks = tuple(in_turn(forward, backward, 2 * (p - 1 - r) + (v - 1) * sizes[0], r if split else None) for r in range(p))
     return Table("interleaved", p, v, m, "loop", ranks)
 
 
@@ -39,7 +35,8 @@ def looped_bfs(stages: int, microbatches: int, chunks: int = 2, split: bool = Fa
 
 
 def gis(stages: int, microbatches: int, chunks: int = 2, group: int = 0) -> Table:
-    """Interleaved with a split backward: (v-1)g + (p-1-r) forwards first, W lags by the rank. PipeOffload, arXiv 2503.01328.
+    """Interleaved with a split backward: (v-1)g + (p-1-r) forwards first, W lags by the rank. PipeOffload, arXiv
+    2503.01328.
 
     Peak p microbatches on every rank; with W in the gaps the bubble is (p-1)(F+B-W)/v. PyTorch's InterleavedZeroBubble.
     """

@@ -1,8 +1,10 @@
-"""Improve a table by local search, as for a job shop: move actions on a critical path past their neighbours on the same rank.
+"""Improve a table by local search, as for a job shop: move actions on a critical path past their neighbours on the same
+rank.
 
-Only moves inside a block (actions of one rank on the critical path without a gap) can help; each is estimated from the longest paths
-to and from its surroundings, the best one that is not tabu is made and the table is timed again. Moves that would break a dependency
-or a rank's memory limit are left out. After Balas and Vazacopoulos 1998 and Nowicki and Smutnicki 1996.
+Only moves inside a block (actions of one rank on the critical path without a gap) can help; each is estimated from the
+longest paths to and from its surroundings, the best one that is not tabu is made and the table is timed again. Moves
+that would break a dependency or a rank's memory limit are left out. After Balas and Vazacopoulos 1998 and Nowicki and
+Smutnicki 1996.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class _Timed:
             r = self.rank[n]
             stage = table.stage_grid[r][a.chunk]
             other = table.waits_for(r, a)
-            before = ids["B", stage, a.microbatch] if a.kind == "W" else ids["F", stage, a.microbatch] if a.kind[0] == "B" else -1
+            before = (
+                ids["B", stage, a.microbatch] if a.kind == "W" else ids["F", stage, a.microbatch] if a.kind[0] == "B" else -1
+            )
             need = ids[other] if other else before
             lag = comm if need >= 0 and self.rank[need] != r else 0.0
             self.need.append(need)
@@ -135,7 +139,9 @@ class _Timed:
         return [b for b in blocks if len(b) > 1]
 
     def allowed(self, r: int, i: int, j: int, end: list[float]) -> tuple[int, list[int], list[tuple[int, int]]] | None:
-        """Move the node at position i of rank r to position j: (first position, the new segment, (earlier, later) pairs)."""
+        """Move the node at position i of rank r to position j: (first position, the new segment, (earlier, later)
+        pairs).
+        """
         order = self.orders[r]
         n = order[i]
         if j < i:
@@ -202,8 +208,8 @@ def improve(
 ) -> tuple[float, Table]:
     """(value, table): the best table found in `steps` moves, never worse than the given one.
 
-    costs: [stages, 3]. limit: chunk activations that a rank may hold. span: minimise the longest rank span, else the makespan.
-    Raises nothing: a table that exceeds the limit from the start is returned as it is.
+    costs: [stages, 3]. limit: chunk activations that a rank may hold. span: minimise the longest rank span, else the
+    makespan. Raises nothing: a table that exceeds the limit from the start is returned as it is.
     """
     work, rng = _Timed(table, costs, comm, span), random.Random(seed)
     timed = work.time()

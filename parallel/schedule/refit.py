@@ -16,8 +16,9 @@ TINY = 1e-9
 def place_w(table: Table, costs: np.ndarray, comm: float, limit: int, patience: float) -> Table | None:
     """Keep each rank's order of F and B; put a W where the rank would wait, or where memory is full.
 
-    costs: [stages, 3]. limit: chunk activations a rank may hold. patience: a W is started when the next input is known to be at
-    least `patience` of its length away (0: whenever the rank waits; 1: never delays anything known). None when it gets stuck.
+    costs: [stages, 3]. limit: chunk activations a rank may hold. patience: a W is started when the next input is known
+    to be at least `patience` of its length away (0: whenever the rank waits; 1: never delays anything known). None when
+    it gets stuck.
     """
     table = table.split_backward()
     lists = [[a for a in rank if a.kind != "W"] for rank in table.ranks]

@@ -16,7 +16,7 @@ Costs = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What a schedule is built for. memory: microbatches a rank may hold, 0 for the schedule's own."""
+    """What a schedule is built for. memory: microbatches a rank may hold, 0 for the schedule's own. idle: see `make`."""
 
     stages: int
     microbatches: int
@@ -26,15 +26,17 @@ class Ask:
     costs: Costs
     comm: float
     memory: float
+    idle: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """A named schedule.
 
-    build: Ask -> Table. rule: its constraints in a few words. chunks: the default number of chunks a rank; free_chunks: others work.
-    grouped: knows groups of microbatches. split: in its own form W is apart from B. executable: the trainer can run it. timed:
-    its order depends on costs. needs: a rule that stages and microbatches must keep, else it raises.
+    build: Ask -> Table. rule: its constraints in a few words. chunks: the default number of chunks a rank; free_chunks:
+    others work. grouped: knows groups of microbatches. split: in its own form W is apart from B. executable: the
+    trainer can run it. timed: its order depends on costs. needs: a rule that stages and microbatches must keep, else it
+    raises.
     """
 
     build: Callable[[Ask], Table]
@@ -54,8 +56,12 @@ def _zb(name: str, limit: float) -> Callable[[Ask], Table]:
 
 
 def _auto(a: Ask) -> Table:
-    from parallel.schedule.search import search  # tries the others: imported late
+    # they try the others: imported late
+    from parallel.schedule.search import search
+    from parallel.schedule.tick_search import search_ticks
 
+    if a.idle:
+        return search_ticks(a.stages, a.microbatches, a.costs, a.memory, a.chunks, a.idle).ticks.table
     return search(a.stages, a.microbatches, a.costs, a.comm, a.memory, a.chunks).table
 
 
@@ -147,13 +153,14 @@ def make(
     costs: Costs = (1.0, 1.0, 1.0),
     comm: float = 0.0,
     memory: float = 0.0,
+    idle: str = "",
 ) -> Table:
     """The table of a named schedule, or of a CSV file, for `stages` pipeline ranks and `microbatches`.
 
-    chunks, group: 0 for the schedule's own. backward: 'whole' (BW), 'split' (W apart and deferred) or '' for the schedule's own.
-    costs, comm: times of F, B, W of one full rank and the delay between ranks, for schedules that are fitted to them. memory:
-    microbatches that a rank may hold, for those that know a limit (0: their own).
-    Raises UserError that names the schedule's rule when the combination is impossible.
+    chunks, group: 0 for the schedule's own. backward: 'whole' (BW), 'split' (W apart and deferred) or '' for the
+    schedule's own. costs, comm: times of F, B, W of one full rank and the delay between ranks, for schedules that are
+    fitted to them. memory: microbatches that a rank may hold, for those that know a limit (0: their own). Raises
+    UserError that names the schedule's rule when the combination is impossible.
     """
     if stages < 1 or microbatches < 1 or chunks < 0 or group < 0 or memory < 0:
         raise UserError(
@@ -178,7 +185,7 @@ def make(
     if group and not spec.grouped:
         raise UserError(f"{name}: has no groups of microbatches; leave group at 0 (rule: {spec.rule})")
     split = backward == "split" or (not backward and spec.split)
-    ask = Ask(stages, microbatches, chunks or spec.chunks, group, split, tuple(costs), comm, memory)
+    ask = Ask(stages, microbatches, chunks or spec.chunks, group, split, tuple(costs), comm, memory, idle)
     table = spec.build(ask)
     if backward == "split":
         table = table.split_backward()

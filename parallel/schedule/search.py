@@ -20,7 +20,8 @@ STARTS = 4  # tables that local search starts from
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A searched table, its value in the unit of the costs, the bound no table goes below, and the best schedule without search.
+    """A searched table, its value in the unit of the costs, the bound no table goes below, and the best schedule
+    without search.
 
     tried: {name of the schedule: its value}, of those that fit.
     """
@@ -41,8 +42,8 @@ def lower_bound(
 ) -> float:
     """No table with up to `chunks` chunks a rank takes less, whatever the memory.
 
-    A rank works m(F+B+W). Makespan: the last rank to start waits for p-1 forwards of a chunk and p-1 hops before that; and one
-    microbatch alone takes p forwards and backwards and its last W.
+    A rank works m(F+B+W). Makespan: the last rank to start waits for p-1 forwards of a chunk and p-1 hops before that;
+    and one microbatch alone takes p forwards and backwards and its last W.
     """
     F, B, W = costs
     work = microbatches * (F + B + W)
@@ -65,9 +66,9 @@ def search(
 ) -> Found:
     """The best table that is found; never worse than any named schedule that fits.
 
-    costs: times of F, B, W of one full rank and one microbatch. comm: delay between ranks. memory: microbatches of one full rank
-    that a rank may hold (0: no limit). chunks: the most a rank may have (0: 2). objective: makespan or rank_span. effort: work
-    of the local search, 0 for none; the result depends on it and on `seed`, not on the machine.
+    costs: times of F, B, W of one full rank and one microbatch. comm: delay between ranks. memory: microbatches of one
+    full rank that a rank may hold (0: no limit). chunks: the most a rank may have (0: 2). objective: makespan or
+    rank_span. effort: work of the local search, 0 for none; the result depends on it and on `seed`, not on the machine.
     Raises UserError for a memory of less than one microbatch.
     """
     if objective not in OBJECTIVES:
@@ -113,10 +114,10 @@ def search(
     return Found(dataclasses.replace(table, name="auto", pairs=()), best, bound, tried)
 
 
-def candidates(
-    p: int, m: int, costs: Costs, comm: float, memory: float, chunks: int
-) -> list[tuple[str, Table]]:
-    """(name, table) of every executable schedule and of some variants, with at most `chunks` chunks, that fit the memory."""
+def candidates(p: int, m: int, costs: Costs, comm: float, memory: float, chunks: int) -> list[tuple[str, Table]]:
+    """(name, table) of every executable schedule and of some variants, with at most `chunks` chunks, that fit the
+    memory.
+    """
     from parallel.schedule.registry import SCHEDULES, make
 
     out: list[tuple[str, Table]] = []

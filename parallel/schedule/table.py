@@ -131,9 +131,7 @@ class Table:
         """
         p, v, m = self.stages, self.chunks, self.microbatches
         if min(p, v, m) < 1 or self.placement not in PLACEMENTS:
-            raise ScheduleError(
-                f"{self.name}: needs at least one rank, chunk and microbatch, and a placement of {PLACEMENTS}"
-            )
+            raise ScheduleError(f"{self.name}: needs at least one rank, chunk and microbatch, and a placement of {PLACEMENTS}")
         if self.placement == "linear" and v != 1:
             raise ScheduleError(f"{self.name}: a linear placement has one chunk a rank, not {v}")
         if self.placement in ("v", "bidirectional") and v != 2:
@@ -173,9 +171,7 @@ class Table:
             if kind in ("B", "BW") and (key in done["B"] or key in done["BW"]):
                 raise wrong(a, "its input gradient was already computed")
             if kind == "W" and key not in done["B"]:
-                raise wrong(
-                    a, "its weight gradient was already computed" if key in done["BW"] else "comes before its B"
-                )
+                raise wrong(a, "its weight gradient was already computed" if key in done["BW"] else "comes before its B")
             done[kind].add(key)
         for c in range(self.chunks):
             for i in range(self.microbatches):
@@ -258,8 +254,7 @@ class Table:
         keep = [[i for i, a in enumerate(rank) if a.microbatch < microbatches] for rank in self.ranks]
         ranks = tuple(tuple(rank[i] for i in kept) for rank, kept in zip(self.ranks, keep))
         pairs = tuple(
-            frozenset(j for j, i in enumerate(kept) if i in starts and i + 1 in kept)
-            for kept, starts in zip(keep, self.pairs)
+            frozenset(j for j, i in enumerate(kept) if i in starts and i + 1 in kept) for kept, starts in zip(keep, self.pairs)
         )
         return dataclasses.replace(self, ranks=ranks, pairs=pairs, microbatches=microbatches)
 

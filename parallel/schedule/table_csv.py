@@ -1,7 +1,7 @@
 """Tables as CSV files in PyTorch's compute-only notation: one row a rank, a cell an action.
 
-A cell is the global stage, a letter and the microbatch: F forward, I input gradient (our B), W weight gradient, B whole backward
-(our BW). `(1F6;6B2)OVERLAP_F_B` is a pair. Empty cells are idle and mean nothing.
+A cell is the global stage, a letter and the microbatch: F forward, I input gradient (our B), W weight gradient, B whole
+backward (our BW). `(1F6;6B2)OVERLAP_F_B` is a pair. Empty cells are idle and mean nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -76,34 +75,30 @@ class TickTable:
         dynamic programming.
         """
         held = self.held()
-        starts = [0, *(t for t in range(1, len(held)) if (held[t] != held[t - 1]).any()), len(held)]
-        runs = [(a, b, held[a]) for a, b in pairwise(starts)]
-        weight = np.asarray(costs, float)
-        while (
-            len(runs) > 256
-        ):  # a table without any rhythm: join the cheapest neighbours first, to keep the exact part quick
-            extra = [(b - a) * weight @ ~u + (d - c) * weight @ ~w for (a, b, u), (c, d, w) in pairwise(runs)]
-            i = int(np.argmin(extra))
-            runs[i : i + 2] = [(runs[i][0], runs[i + 1][1], runs[i][2] | runs[i + 1][2])]
-        n = len(runs)
-        best = [[(0.0, -1)] + [(np.inf, -1)] * n]  # best[k][j]: the first j runs in k phases
-        for _ in range(max_phases):
-            row = [(np.inf, -1)] * (n + 1)
-            for j in range(1, n + 1):
-                union, choice = np.zeros(3, bool), (np.inf, -1)
-                for i in range(j - 1, -1, -1):
-                    union = union | runs[i][2]
-                    cost = best[-1][i][0] + (runs[j - 1][1] - runs[i][0]) * float(weight @ union)
-                    choice = min(choice, (cost, i))
-                row[j] = choice
-            best.append(row)
-        k = min(range(1, max_phases + 1), key=lambda k: (best[k][n][0], k))
+        edges = np.array([0, *(np.flatnonzero((held[1:] != held[:-1]).any(1)) + 1), len(held)])
+        while len(edges) > 258:  # a table without any rhythm: join the cheapest neighbours first, to keep the exact part quick
+            union = np.logical_or.reduceat(held, edges[:-1])
+            change = (union[1:] ^ union[:-1]) @ np.asarray(costs, float)  # the cheap joints: where few slots differ
+            keep = np.sort(np.argsort(change, kind="stable")[-200:])
+            edges = np.concatenate([edges[:1], edges[1:-1][keep], edges[-1:]])
+        slots = np.logical_or.reduceat(held, edges[:-1])
+        n = len(slots)
+        # has[i, j, slot]: whether runs i..j hold the slot; each segment costs its ticks times all that it holds
+        last = np.maximum.accumulate(np.where(slots, np.arange(n)[:, None], -1))
+        has = last[None] >= np.arange(n)[:, None, None]
+        segment = (edges[None, 1:] - edges[:-1, None]) * (has @ np.asarray(costs, float))
+        segment[np.tril_indices(n, -1)] = np.inf
+        best, choice = [np.array([0.0] + [np.inf] * n)], []  # best[k][j]: the first j runs in k phases
+        for _ in range(min(max_phases, n)):
+            total = best[-1][:n, None] + segment
+            choice.append(total.argmin(0))
+            best.append(np.concatenate([[np.inf], total.min(0)]))
+        k = min(range(1, len(best)), key=lambda k: (best[k][n], k))
         phases, j = [], n
         while j:
-            i = best[k][j][1]
-            union = np.any([run[2] for run in runs[i:j]], axis=0)
-            phases.append((runs[i][0], runs[j - 1][1], tuple(bool(x) for x in union)))
-            j, k = i, k - 1
+            k, i = k - 1, int(choice[k - 1][j - 1])
+            phases.append((int(edges[i]), int(edges[j]), tuple(bool(x) for x in has[i, j - 1])))
+            j = i
         return phases[::-1]
 
     def cost(self, F: float = 1.0, B: float = 1.0, W: float = 1.0, idle: str = "skip", max_phases: int = 8) -> float:
@@ -152,14 +147,21 @@ class TickTable:
 
     def rank_peaks(self) -> dict[str, list[int]]:
         """{class: per rank, the largest number of entries alive at once}."""
-        return {
-            k: [_overlap(lives.values(), FINE * self.length) for lives in ranks]
-            for k, ranks in self.lifetimes().items()
-        }
+        return {k: [_overlap(lives.values(), FINE * self.length) for lives in ranks] for k, ranks in self.lifetimes().items()}
 
     def peaks(self) -> dict[str, int]:
         """{class: the largest rank's peak}: what every rank allocates."""
         return {k: max(ranks) for k, ranks in self.rank_peaks().items()}
+
+    @cached_property
+    def peak_activations(self) -> list[float]:
+        """Per rank, in microbatches of one full rank: what is held from F until its W."""
+        share = self.table.share
+        first = [[] for _ in range(self.table.stages)]
+        for (kind, s, m), t in self.at.items():
+            if kind == "F" and not self.forward_only:
+                first[self.table.places[s][0]].append((FINE * t + 1, FINE * self.at["W", s, m] + 5))
+        return [share * _overlap(lives, FINE * self.length) for lives in first]
 
     # ------------------------------------------------------------------------------------------- back, and checks
     def unpack(self) -> list[list[Action]]:
@@ -208,9 +210,9 @@ def _overlap(intervals, length: int) -> int:
 def pack(table: Table, shape: str = "pairs", order: str = "keep") -> TickTable:
     """Pack a linear, loop or V table into ticks, each action in the earliest tick that its needs allow.
 
-    order='keep': each rank keeps its order, and so the table's memory. 'retime': only the orders of its F, of its B and of its
-    W are kept, and these run side by side; faster, with more in flight. W then starts on all ranks in the same tick.
-    Raises UserError for placements that do not execute.
+    order='keep': each rank keeps its order, and so the table's memory. 'retime': only the orders of its F, of its B and
+    of its W are kept, and these run side by side; faster, with more in flight. W then starts on all ranks in the same
+    tick. Raises UserError for placements that do not execute.
     """
     if table.placement not in ("linear", "loop", "v"):
         raise UserError(
@@ -239,7 +241,9 @@ def _keep(table: Table, single: bool) -> dict[tuple[str, int, int], int]:
 
 
 def _retime(table: Table, single: bool) -> dict[tuple[str, int, int], int]:
-    """Three queues a rank. In pairs each slot takes its queue's head when that is ready; single ticks take the earliest ready head."""
+    """Three queues a rank. In pairs each slot takes its queue's head when that is ready; single ticks take the earliest
+    ready head.
+    """
     p, grid, whole = table.stages, table.stage_grid, table.whole
     queues: list[dict[str, list[tuple[int, int, int]]]] = []  # per rank and slot: (position in the list, stage, microbatch)
     for r, rank in enumerate(table.ranks):

@@ -1,6 +1,7 @@
 """Hanayo and Chimera: schedules that are simulated and drawn, not executed.
 
-Hanayo lays the model over the ranks in waves, there and back. Chimera runs two copies of the model in opposite directions.
+Hanayo lays the model over the ranks in waves, there and back. Chimera runs two copies of the model in opposite
+directions.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from parallel.schedule.table import Action, Table
 def hanayo(stages: int, microbatches: int, chunks: int = 2) -> Table:
     """Waves, two chunks for each. Liu et al. 2023, arXiv 2308.15762. At most p microbatches in flight.
 
-    Ordered by list scheduling at F=1, BW=2: a free rank takes what is ready, backward first, then the stage that is farthest along,
-    then the oldest microbatch.
+    Ordered by list scheduling at F=1, BW=2: a free rank takes what is ready, backward first, then the stage that is
+    farthest along, then the oldest microbatch.
     """
     p, v, m = stages, chunks, microbatches
     if v % 2:
@@ -53,14 +54,13 @@ def hanayo(stages: int, microbatches: int, chunks: int = 2) -> Table:
 def chimera(stages: int, microbatches: int) -> Table:
     """Two pipelines in opposite directions, half of the microbatches each. Li and Hoefler 2021, arXiv 2107.06925.
 
-    Units of p microbatches, one behind the other. In slots of equal length, rank r runs forward i of the downward pipeline in slot
-    2i + r and its backward in slot 2p-1-r + 2i; the upward pipeline mirrors that and takes the slots between. p-2 idle slots.
+    Units of p microbatches, one behind the other. In slots of equal length, rank r runs forward i of the downward
+    pipeline in slot 2i + r and its backward in slot 2p-1-r + 2i; the upward pipeline mirrors that and takes the slots
+    between. p-2 idle slots.
     """
     p, m = stages, microbatches
     if p % 2 or m % 2:
-        raise UserError(
-            f"chimera: needs an even number of stages and of microbatches; {p} stages and {m} microbatches are not"
-        )
+        raise UserError(f"chimera: needs an even number of stages and of microbatches; {p} stages and {m} microbatches are not")
     rows = []
     for r in range(p):
         slots = []

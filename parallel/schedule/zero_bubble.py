@@ -35,9 +35,9 @@ def zb_automatic(
 ) -> Table:
     """ZB-1p (limit 1) and ZB-2p (limit 2): the paper's heuristic for measured times, section 3.1.
 
-    limit: microbatches in flight, in units of p (at least 1 microbatch); half of a microbatch's memory is freed by B, half by W. Eight variants
-    are tried (a small bubble before the first B allowed; a forward skipped when the next rank lags; gaps shorter than W filled) and
-    the one with the shortest longest rank span is kept.
+    limit: microbatches in flight, in units of p (at least 1 microbatch); half of a microbatch's memory is freed by B,
+    half by W. Eight variants are tried (a small bubble before the first B allowed; a forward skipped when the next rank
+    lags; gaps shorter than W filled) and the one with the shortest longest rank span is kept.
     """
     tries = [
         _Automatic(stages, microbatches, costs, comm, 2 * limit * stages, *flags).run()
@@ -47,10 +47,11 @@ def zb_automatic(
     return Table(name, stages, 1, microbatches, "linear", tuple(tuple(rank) for rank in ranks))
 
 
-class _Automatic:
-    """One run of the heuristic. Memory in halves of a microbatch: F +2, B -1, W -1."""
+HALVES = {"F": 2, "B": -1, "W": -1}  # of a microbatch's memory
 
-    MEMORY = {"F": 2, "B": -1, "W": -1}
+
+class _Automatic:
+    """One run of the heuristic."""
 
     def __init__(self, p: int, m: int, costs: Costs, comm: float, limit: float, early: bool, skip: bool, fill: bool):
         if limit < 2:
@@ -78,12 +79,14 @@ class _Automatic:
         self.count[r][kind] += 1
         self.now[r] = start + self.cost[kind]
         self.end[r][kind].append(self.now[r])
-        self.held[r] += self.MEMORY[kind]
+        self.held[r] += HALVES[kind]
 
     def put_after_w(self, r: int, kind: str) -> None:
-        """W while memory is full, then while they fit into the wait; one more when the wait would be the longest bubble."""
+        """W while memory is full, then while they fit into the wait; one more when the wait would be the longest
+        bubble.
+        """
         count = self.count[r]
-        while self.held[r] + self.MEMORY[kind] > self.limit and count["W"] < count["B"]:
+        while self.held[r] + HALVES[kind] > self.limit and count["W"] < count["B"]:
             self.put(r, "W")
         wait = lambda: self.arrives(r, kind) - self.now[r]
         while count["W"] < count["B"] and wait() >= self.cost["W"]:
@@ -96,7 +99,9 @@ class _Automatic:
         self.put(r, kind)
 
     def warm_up(self) -> None:
-        """As many forwards as memory allows without (or with a little) delay of the first B; rank r at least 1 ahead of r+1."""
+        """As many forwards as memory allows without (or with a little) delay of the first B; rank r at least 1 ahead of
+        r+1.
+        """
         p, m = self.p, self.m
         for r in range(p):
             self.put(r, "F")

@@ -50,7 +50,8 @@ def fresh(program) -> dict:
     specs, tree = jax.tree.flatten(program.specs)
     shape = lambda s: (program.layout.layers,) * s.stacked + s.shape
     params = [np.asarray(s.init(jax.random.key(i), shape(s))) for i, s in enumerate(specs)]
-    return dict(reference.place(program, tree.unflatten(params)), step=np.int32(0), skipped=np.int32(0))
+    zero = jax.device_put(np.int32(0), program.shardings["step"])  # elsewhere, the step would be compiled twice
+    return dict(reference.place(program, tree.unflatten(params)), step=zero, skipped=zero + 0)
 
 
 def train(program, state: dict, start: int, stop: int) -> tuple[dict, list[dict[str, float]]]:
@@ -86,7 +87,7 @@ def run(folder):
 def assert_same_run(want: list[dict], got: list[dict]):
     column = lambda log, name: np.array([line[name] for line in log])
     np.testing.assert_allclose(column(got, "loss"), column(want, "loss"), rtol=0, atol=1e-4)
-    np.testing.assert_allclose(column(got, "grad_norm"), column(want, "grad_norm"), rtol=2e-3)
+    np.testing.assert_allclose(column(got, "grad_norm"), column(want, "grad_norm"), rtol=1e-4)
     for name in ("lr", "tokens", "skipped"):
         np.testing.assert_array_equal(column(got, name), column(want, name), err_msg=name)
 

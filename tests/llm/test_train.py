@@ -123,40 +123,15 @@ def test_a_change_of_what_is_trained_is_told(run, tmp_path, monkeypatch, capsys)
     assert "note: optimizer.lr was 0.003 and is now 0.001" in out and "note: train.steps was 12 and is now 3" in out
 
 
-LAYOUTS = [
-    dict(mesh__pipe=4, mesh__data=2),
-    dict(mesh__pipe=2, mesh__data=2, mesh__tensor=2, pipeline__schedule="1f1b"),
-    dict(mesh__pipe=2, mesh__replica=2, mesh__data=2, pipeline__schedule="gpipe", pipeline__remat="full", zero=0),
-    dict(mesh__pipe=4, mesh__tensor=2, pipeline__schedule="eager-1f1b", pipeline__idle="compute"),
-]
-
-
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("one")
-    train(small(train__steps=30), workdir)
-    return workdir
-
-
-def assert_same_curve(workdir: Path, other: Path):
-    for a, b in itertools.zip_longest(records(workdir), records(other)):
+def test_stopped_on_one_layout_and_resumed_on_another(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        stop_after(context, 7)
+        train(small(mesh__pipe=4, mesh__data=2), tmp_path)
+    train(small(mesh__pipe=2, mesh__tensor=2, pipeline__schedule="1f1b"), tmp_path)
+    for a, b in itertools.zip_longest(records(run), records(tmp_path)):
         assert a.keys() == b.keys() and a["step"] == b["step"]
         for name in a.keys() - {"step", "mfu"}:
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["4x2", "tensor", "replica", "compute"])
-def test_the_layout_does_not_change_the_losses(one_device, tmp_path, layout):
-    train(small(train__steps=30, **layout), tmp_path)
-    assert_same_curve(tmp_path, one_device)
-
-
-def test_stopped_on_one_layout_and_resumed_on_another(one_device, tmp_path, monkeypatch):
-    with monkeypatch.context() as context:
-        stop_after(context, 12)
-        train(small(train__steps=30, **LAYOUTS[0]), tmp_path)
-    train(small(train__steps=30, mesh__pipe=2, mesh__tensor=2), tmp_path)
-    assert_same_curve(tmp_path, one_device)
 
 
 @pytest.mark.smoke

@@ -233,10 +233,11 @@ def test_gradients_are_those_of_jax_grad_and_every_action_runs_once(name):
 
 
 def test_in_skip_mode_one_program_runs_many_schedules():
-    """The table is an argument: rows padded to the same ticks, slots and ways run in the program compiled for others."""
+    """The table is an argument: rows padded to the same ticks, slots and ways run in the program compiled for others,
+    whether a tick holds a pair or a single action."""
     p, m = 4, 5
     tables = [schedule.make(name, p, m, backward="split") for name in ("1f1b", "gpipe", "eager-1f1b")]
-    rows = [lower(schedule.pack(table)) for table in tables]
+    rows = [lower(schedule.pack(table)) for table in tables] + [lower(schedule.pack(tables[0], "single"))]
     widest = {name: max(r.slots[name] for r in rows) for name in rows[0].slots}
     ways = {name: tuple(dict.fromkeys(way for r in rows for way in r.moves[name])) for name in rows[0].moves}
     rows = [r.padded(max(len(r.ranks) for r in rows), widest, ways) for r in rows]

@@ -1,0 +1,250 @@
+"""GGUF files (llama.cpp) seen as Hugging Face folders: tensors dequantised one by one, config.json and tokenizer rebuilt.
+
+Needs the package `gguf`, which knows the quantisations. What llama.cpp changes on conversion is undone here: in its llama
+architecture the rows of queries and keys are ordered for rotary pairs (2i, 2i + 1), and Gemma's norms hold 1 + w."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm.config import ModelConfig
+from llm.families import family_of
+from llm.families.family import Json
+from llm.rotary import frequencies
+from parallel.errors import UserError
+
+MODEL_TYPES = dict(llama="llama", qwen2="qwen2", qwen3="qwen3", gemma2="gemma2", gemma3="gemma3_text", olmo2="olmo2")
+"""GGUF's architecture -> model_type of Hugging Face."""
+
+NAMES = {
+    "embed/tokens": "token_embd.weight",
+    "layers/attention_norm/scale": "blk.{}.attn_norm.weight",
+    "layers/attention_post_norm/scale": "blk.{}.post_attention_norm.weight",
+    "layers/query/kernel": "blk.{}.attn_q.weight",
+    "layers/query/bias": "blk.{}.attn_q.bias",
+    "layers/key/kernel": "blk.{}.attn_k.weight",
+    "layers/key/bias": "blk.{}.attn_k.bias",
+    "layers/value/kernel": "blk.{}.attn_v.weight",
+    "layers/value/bias": "blk.{}.attn_v.bias",
+    "layers/query_norm/scale": "blk.{}.attn_q_norm.weight",
+    "layers/key_norm/scale": "blk.{}.attn_k_norm.weight",
+    "layers/out/kernel": "blk.{}.attn_output.weight",
+    "layers/mlp_norm/scale": "blk.{}.ffn_norm.weight",
+    "layers/mlp_post_norm/scale": "blk.{}.post_ffw_norm.weight",
+    "layers/gate/kernel": "blk.{}.ffn_gate.weight",
+    "layers/up/kernel": "blk.{}.ffn_up.weight",
+    "layers/down/kernel": "blk.{}.ffn_down.weight",
+    "head/norm/scale": "output_norm.weight",
+    "head/tokens": "output.weight",
+}
+KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Key of config.json -> GGUF's key, after the name of the architecture."""
+
+ROPE_FACTORS = "rope_freqs.weight"  # by what each pair's frequency is divided (Llama 3.1 and later)
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def _split(pattern: str) -> Json:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, _BYTES | {"use_regex": False}]}
+
+
+PRE_TOKENIZERS: dict[str, Json] = {
+    "gpt-2": _BYTES,
+    "default": _BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
+    "llama-bpe": _split(_WORDS % r"\p{N}{1,3}"),
+    "qwen2": _split(_WORDS % r"\p{N}"),
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor in a GGUF file. pairs: heads whose rows are to be put back; minus: subtracted (1 of Gemma's norms)."""
+
+    path: Path
+    inner: Any  # gguf.ReaderTensor
+    pairs: int = 0
+    minus: float = 0.0
+
+    @property
+    def dtype(self) -> str:
+        return self.inner.tensor_type.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(int(n) for n in reversed(self.inner.shape))
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows start to stop of the tensor, in fp32, as Hugging Face has it."""
+        from gguf import quants
+
+        rows = self.shape[0] if self.shape[1:] else 1
+        size = self.inner.n_bytes // rows
+        number = len(range(*slice(start, stop).indices(rows)))
+        # read, not mapped: pages of a map would count as resident memory
+        raw = np.fromfile(self.path, np.uint8, number * size, offset=self.inner.data_offset + start * size)
+        if raw.size < number * size:
+            raise UserError(f"{self.path} is cut short: tensor {self.inner.name} is not whole")
+        try:
+            array = quants.dequantize(raw.reshape(number, size), self.inner.tensor_type).reshape(-1, *self.shape[1:])
+        except NotImplementedError:
+            raise UserError(f"{self.path}: tensor {self.inner.name} is of type {self.dtype}, which gguf cannot read") from None
+        if self.pairs:
+            half = self.shape[0] // self.pairs // 2
+            array = array.reshape(self.pairs, half, 2, *self.shape[1:]).swapaxes(1, 2).reshape(self.shape)
+        return array - np.float32(self.minus) if self.minus else array
+
+
+class GgufFile:
+    """The source of an import. Raises UserError on an architecture or a tokenizer that is not supported."""
+
+    def __init__(self, path: Path):
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise UserError("reading GGUF files needs the package gguf: pip install gguf") from None
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, IndexError, KeyError) as error:
+            raise UserError(f"{path} is not a GGUF file that can be read: {error}") from None
+        self.path, self.fields = path, reader.fields
+        self.kind = self._get("general.architecture")
+        if self.kind not in MODEL_TYPES:
+            raise UserError(f"{path} is of architecture {self.kind!r}: supported are {', '.join(MODEL_TYPES)}")
+        given = {tensor.name: GgufTensor(path, tensor) for tensor in reader.tensors}
+        self.config = self._config(given)
+        self.tensors = self._tensors(given)
+        self.files = self._files()
+
+    def _get(self, key: str, otherwise: Any = None) -> Any:
+        if key not in self.fields:
+            return otherwise
+        value = self.fields[key].contents()
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5, not its fp32 neighbour
+
+    def _own(self, key: str) -> Any:
+        return self._get(f"{self.kind}.{key}")
+
+    def _config(self, given: dict[str, GgufTensor]) -> Json:
+        config: Json = {theirs: self._own(key) for theirs, key in KEYS.items()}
+        config = {key: value for key, value in config.items() if value is not None}
+        config |= {"model_type": MODEL_TYPES[self.kind], "tie_word_embeddings": NAMES["head/tokens"] not in given}
+        if NAMES["embed/tokens"] not in given:
+            raise UserError(f"{self.path} has no tensor {NAMES['embed/tokens']}")
+        config["vocab_size"] = given[NAMES["embed/tokens"]].shape[0]
+        for name in ("bos", "eos", "pad"):
+            config[f"{name}_token_id"] = self._get(f"tokenizer.ggml.{'padding' if name == 'pad' else name}_token_id")
+        kind = self._own("rope.scaling.type")
+        if kind not in (None, "none"):
+            config["rope_scaling"] = {"rope_type": kind, "factor": self._own("rope.scaling.factor") or 1.0}
+        if self.kind.startswith("gemma"):  # as llama.cpp, which knows the 27b models by their depth
+            by_width = config["num_hidden_layers"] in (46, 62)
+            size = config["hidden_size"] // config["num_attention_heads"] if by_width else config.get("head_dim", 256)
+            config["query_pre_attn_scalar"] = size
+        elif self.kind in ("qwen2", "qwen3"):
+            config["use_sliding_window"] = False
+        if ROPE_FACTORS in given:
+            config["rope_scaling"] = self._llama3(config, given[ROPE_FACTORS].read())
+        return config
+
+    def _llama3(self, config: Json, factors_K: np.ndarray) -> Json:
+        """The stretch whose factors these are; only the published one is known."""
+        scaling = dict(rope_type="llama3", factor=round(float(factors_K.max()), 4), low_freq_factor=1.0, high_freq_factor=4.0)
+        scaling["original_max_position_embeddings"] = 8192
+        read = lambda **changes: frequencies(family_of("llama").read({**config, **changes}))
+        wanted_K = read() / read(rope_scaling=scaling)
+        if wanted_K.shape != factors_K.shape or not np.allclose(wanted_K, factors_K, rtol=1e-3):
+            raise UserError(f"{self.path}: {ROPE_FACTORS} is not the stretch of Llama 3.1, and no other is supported")
+        return scaling
+
+    def _tensors(self, given: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
+        """By Hugging Face's names; what has none keeps its own and is refused as unknown."""
+        family = family_of(self.config["model_type"])
+        model: ModelConfig = family.read(self.config)
+        gemma = self.kind.startswith("gemma")
+        found, left = {}, {name: tensor for name, tensor in given.items() if name != ROPE_FACTORS}
+        for pattern, parts in family.names.items():
+            theirs, part = NAMES.get(parts[0]), parts[0].split("/")
+            for layer in range(model.layers) if theirs and part[0] == "layers" else (0,) if theirs else ():
+                if tensor := left.pop(theirs.format(layer), None):
+                    heads = dict(query=model.heads, key=model.kv_heads).get(part[1], 0) if self.kind == "llama" else 0
+                    minus = 1.0 if gemma and part[-1] == "scale" else 0.0
+                    found[pattern.format(layer)] = GgufTensor(self.path, tensor.inner, heads, minus)
+        return found | left
+
+    def _files(self) -> dict[str, str]:
+        """tokenizer.json and what stands beside it; nothing for a tokenizer that is not byte-level BPE."""
+        kind, pre = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre", "default")
+        if kind != "gpt2":
+            return {}
+        if pre not in PRE_TOKENIZERS:
+            raise UserError(f"{self.path} has a tokenizer of kind {pre!r}: supported are {', '.join(PRE_TOKENIZERS)}")
+        tokens, types = self._get("tokenizer.ggml.tokens"), self._get("tokenizer.ggml.token_type")
+        ids = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+        plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+        added = [
+            {"id": i, "content": token, "special": types[i] == CONTROL, **plain}
+            for token, i in ids.items()
+            if types[i] in (CONTROL, USER_DEFINED)
+        ]
+        bos = self.config["bos_token_id"] if self._get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") else None
+        tokenizer = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+            "pre_tokenizer": PRE_TOKENIZERS[pre],
+            "post_processor": None if bos is None else _with_first(tokens[bos], bos),
+            "decoder": _BYTES,
+            "model": {
+                "type": "BPE",
+                "vocab": ids,
+                "merges": [merge.split(" ", 1) for merge in self._get("tokenizer.ggml.merges")],
+                "ignore_merges": pre == "llama-bpe",
+            },
+        }
+        special = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        about = {key.removesuffix("_id"): tokens[i] for key, i in special.items() if i is not None}
+        about |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        about |= {"model_max_length": self.config["max_position_embeddings"]}
+        if template := self._get("tokenizer.chat_template"):
+            about["chat_template"] = template
+        dump = lambda value: json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        return {
+            "config.json": dump(self.config),
+            "tokenizer.json": dump(tokenizer),
+            "tokenizer_config.json": dump(about),
+            "generation_config.json": dump(special),
+        }
+
+
+def _with_first(token: str, i: int) -> Json:
+    """A post-processor that puts a special token in front of a text."""
+    special = {"SpecialToken": {"id": token, "type_id": 0}}
+    one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, one],
+        "pair": [special, one, {"SpecialToken": {"id": token, "type_id": 1}}, two],
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
+    }

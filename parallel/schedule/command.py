@@ -1,0 +1,275 @@
+"""The `schedule` command: describe, draw, compare and search schedules. Plain functions; no accelerator library is imported."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parallel.errors import UserError
+from parallel.schedule.boxes import Picture, of_simulation, of_ticks
+from parallel.schedule.draw import FORMATS, ascii_timeline, draw
+from parallel.schedule.html import save_html
+from parallel.schedule.registry import SCHEDULES, make
+from parallel.schedule.search import OBJECTIVES, lower_bound, search
+from parallel.schedule.simulate import simulate
+from parallel.schedule.table import Table
+from parallel.schedule.table_csv import save
+from parallel.schedule.tick_search import search_ticks
+from parallel.schedule.ticks import SHAPES, TickTable, pack
+from parallel.schedule.trace import save_trace
+
+IDLE = ("skip", "compute")
+FLAGS = (  # (name, default, placeholder, help)
+    ("name", "interleaved", "NAME", "a schedule of --list, or a CSV file"),
+    ("stages", 4, "P", "pipeline ranks"),
+    ("microbatches", 8, "M", "microbatches in one step"),
+    ("chunks", 0, "V", "chunks per rank; 0: the schedule's own; for auto and --compare the most"),
+    ("group", 0, "G", "microbatches in a group of an interleaved schedule; 0: its own"),
+    ("costs", "1,1,1", "F,B,W", "times of one full rank and one microbatch; B is the input gradient only"),
+    ("comm", 0.0, "C", "delay between two ranks"),
+    ("memory", 0.0, "N", "microbatches of one full rank that a rank may hold, for auto and the fitted schedules; 0: no limit"),
+    ("objective", "makespan", "WHAT", "what auto minimises: makespan, rank_span, or ticks in idle mode skip or compute"),
+    ("compare", False, "", "all schedules that fit, ranked for the asynchronous and for the tick machine"),
+    ("list", False, "", "the names of all schedules and their constraints"),
+    ("ticks", False, "", "draw and trace the ticks of the executor instead of the asynchronous machine"),
+    ("draw", "", "FILE", "draw into a .svg, .png or .html file"),
+    ("trace", "", "FILE", "write a Chrome trace (JSON)"),
+    ("csv", "", "FILE", "write the table as CSV in PyTorch's compute-only notation"),
+)
+
+
+def run(options: Mapping[str, Any] | Any) -> tuple[Any, str]:
+    """(document for --json, text) of one call; options: the FLAGS as a mapping or as attributes."""
+    given = options if isinstance(options, Mapping) else vars(options)
+    return schedule(**{name: given[name] for name, *_ in FLAGS if name in given})
+
+
+def schedule(
+    name: str = "interleaved",
+    stages: int = 4,
+    microbatches: int = 8,
+    chunks: int = 0,
+    group: int = 0,
+    costs: str | Sequence[float] = (1, 1, 1),
+    comm: float = 0.0,
+    memory: float = 0.0,
+    objective: str = "makespan",
+    compare: bool = False,
+    list: bool = False,
+    ticks: bool = False,
+    draw: str = "",
+    trace: str = "",
+    csv: str = "",
+    width: int = 0,
+) -> tuple[Any, str]:
+    """Describe one schedule, or compare or list all: (document, text). width: columns of the timeline, 0 for the terminal's.
+
+    Raises UserError for a combination that the schedule cannot do, and for file names of an unknown kind before writing any.
+    """
+    if list:
+        return listing()
+    times = parse_costs(costs)
+    if comm < 0 or memory < 0:
+        raise UserError(f"comm and memory are at least 0, not {comm:g} and {memory:g}")
+    if draw and not draw.endswith((*FORMATS, ".html")):
+        raise UserError(f"cannot draw {draw!r}: the name ends in one of {', '.join((*FORMATS, '.html'))}")
+    if compare:
+        return comparison(stages, microbatches, times, comm, chunks, memory)
+    document, table = {}, None
+    if name == "auto":
+        table, document = automatic(stages, microbatches, times, comm, memory, chunks, objective)
+    else:
+        table = make(name, stages, microbatches, chunks, group, "", times, comm, memory).validate()
+    document = facts(table, times, comm) | document
+    lines = summary(document)
+    picture = _picture(table, times, comm, ticks)
+    written = []
+    if draw:
+        written.append(save_html(picture, draw) if draw.endswith(".html") else _draw(picture, draw))
+    if trace:
+        written.append(save_trace(picture, trace))
+    if csv:
+        written.append(save(table, csv))
+    shown = best_ticks(table, times) if ticks else simulate(table, times, comm)
+    columns = width or shutil.get_terminal_size((100, 24)).columns
+    lines += ["", ascii_timeline(shown, columns, times)]
+    lines += [f"wrote {path}" for path in written]
+    return document, "\n".join(lines)
+
+
+def parse_costs(costs: str | Sequence[float]) -> tuple[float, float, float]:
+    """Three times from '1,1,0.65' or a sequence. Raises UserError."""
+    parts = costs.split(",") if isinstance(costs, str) else costs
+    try:
+        times = tuple(float(x) for x in parts)
+    except (TypeError, ValueError):
+        times = ()
+    if len(times) != 3 or min(times) < 0 or not 0 < sum(times) < float("inf"):
+        raise UserError(f"costs are three times F,B,W like 1,1,0.65, at least 0 and not all 0; not {costs!r}")
+    return times
+
+
+def best_ticks(table: Table, costs: Sequence[float], idle: str = "skip") -> TickTable:
+    """The table in the cheaper shape of ticks, its order kept. Raises UserError for a placement that does not execute."""
+    return min((pack(table, shape) for shape in SHAPES), key=lambda t: t.cost(*costs, idle=idle))
+
+
+def facts(table: Table, costs: tuple[float, float, float], comm: float = 0.0) -> dict[str, Any]:
+    """The figures of one table, by the names that --json prints.
+
+    Times have the unit of the costs, memory is in microbatches of one full rank. ticks: of the executor, None for schedules
+    that it does not run; tick_makespan in idle mode skip, tick_makespan_compute in idle mode compute, each in its better shape.
+    """
+    run = simulate(table, costs, comm)
+    out: dict[str, Any] = {
+        "name": table.name,
+        "stages": table.stages,
+        "microbatches": table.microbatches,
+        "chunks": table.chunks,
+        "makespan": run.makespan,
+        "rank_span": run.rank_span,
+        "bubble_makespan": run.bubble_makespan,
+        "bubble_rank_span": run.bubble_rank_span,
+        "peak_activations": run.peak_activations,
+        "residual_peak": run.residual_peak,
+        "messages_per_rank": run.messages_per_rank,
+    }
+    if table.placement not in ("linear", "loop", "v"):
+        keys = ("shape", "makespan", "makespan_compute", "peak_activations", "bubble")
+        return out | {f"tick_{key}": None for key in keys}
+    skip, compute = best_ticks(table, costs), best_ticks(table, costs, "compute")
+    cost = skip.cost(*costs)
+    return out | {
+        "tick_shape": skip.shape,
+        "tick_makespan": cost,
+        "tick_makespan_compute": compute.cost(*costs, idle="compute"),
+        "tick_peak_activations": skip.peak_activations,
+        "tick_bubble": 1 - run.ideal / cost,
+    }
+
+
+def automatic(
+    stages: int, microbatches: int, costs: tuple[float, float, float], comm: float, memory: float, chunks: int, objective: str
+) -> tuple[Table, dict[str, Any]]:
+    """The searched table, and what to say about it: the objective, its value, the lower bound and the best named schedule."""
+    if objective in OBJECTIVES:
+        found = search(stages, microbatches, costs, comm, memory, chunks, objective)
+        table = found.table
+    elif objective in IDLE:
+        found = search_ticks(stages, microbatches, costs, memory, chunks, objective)
+        table = found.ticks.table
+    else:
+        raise UserError(f"auto minimises one of {', '.join((*OBJECTIVES, *IDLE))}, not {objective!r}")
+    best = min(found.tried, key=found.tried.get, default="")
+    return table, {
+        "objective": objective,
+        "value": found.value,
+        "lower_bound": found.bound,
+        "gap": found.gap,
+        "best_named": best,
+        "best_named_value": found.tried.get(best),
+    }
+
+
+def summary(d: Mapping[str, Any]) -> list[str]:
+    """A table's figures in a few lines."""
+    worst = lambda values: f"{max(values):g} (per rank: {' '.join(f'{x:g}' for x in values)})"
+    lines = [
+        f"{d['name']}: {d['stages']} stages x {d['chunks']} chunks, {d['microbatches']} microbatches",
+        f"  makespan      {d['makespan']:.6g}   bubble {d['bubble_makespan']:.2%}   (a step that ends with one global norm)",
+        f"  rank span     {d['rank_span']:.6g}   bubble {d['bubble_rank_span']:.2%}   (ranks start and end on their own)",
+        f"  activations   {worst(d['peak_activations'])} microbatches",
+        f"  B to W        {worst(d['residual_peak'])} microbatches",
+        f"  messages      {worst(d['messages_per_rank'])} in one step",
+    ]
+    if d["tick_shape"]:
+        lines += [
+            f"  ticks         {d['tick_makespan']:.6g} in {d['tick_shape']} with idle slots skipped (bubble "
+            f"{d['tick_bubble']:.2%}), {d['tick_makespan_compute']:.6g} with idle slots computed",
+            f"  in ticks      {worst(d['tick_peak_activations'])} microbatches",
+        ]
+    else:
+        lines.append("  ticks         not executed: for simulation and drawing")
+    if "objective" in d:
+        lines.append(
+            f"  search        {d['objective']} {d['value']:.6g}, lower bound {d['lower_bound']:.6g} ({d['gap']:.2%} above it); "
+            f"best named: {d['best_named']} {d['best_named_value'] or 0:.6g}"
+        )
+    return lines
+
+
+def listing() -> tuple[list[dict[str, Any]], str]:
+    """Names and constraints of all schedules."""
+    rows = [
+        {"name": n, "chunks": s.chunks, "other_chunks": s.free_chunks, "executable": s.executable, "rule": s.rule}
+        for n, s in SCHEDULES.items()
+    ]
+    wide = max(len(r["name"]) for r in rows)
+    chunks = lambda r: f"{r['chunks']} chunk{'s' * (r['chunks'] > 1)}{' or other' * r['other_chunks']}"
+    text = [f"{r['name']:<{wide}}  {chunks(r):<18}  {r['rule']}" for r in rows]
+    return rows, "\n".join([*text, f"{'FILE.csv':<{wide}}  {'as it says':<18}  PyTorch's compute-only notation"])
+
+
+def comparison(
+    stages: int, microbatches: int, costs: tuple[float, float, float], comm: float = 0.0, chunks: int = 0, memory: float = 0.0
+) -> tuple[list[dict[str, Any]], str]:
+    """All schedules that fit, the shortest makespan first, and which are slower than interleaved on the tick machine.
+
+    chunks: for the schedules that take any number. memory: leave out what holds more (0: nothing).
+    """
+    rows: list[dict[str, Any]] = []
+    refused: list[str] = []
+    for name, spec in SCHEDULES.items():
+        if name == "auto":
+            continue
+        forms = ("",) if spec.split or not spec.executable else ("whole", "split")
+        for backward in forms:
+            try:
+                table = make(name, stages, microbatches, chunks if spec.free_chunks else 0, 0, backward, costs, comm)
+            except UserError as error:
+                refused.append(str(error))
+                break
+            row = facts(table, costs, comm) | {"backward": backward or ("split" if spec.split else "whole")}
+            if memory and max(row["peak_activations"]) > memory + 1e-6:
+                refused.append(f"{name}: holds {max(row['peak_activations']):g} microbatches, more than {memory:g}")
+                break
+            rows.append(row)
+    rows.sort(key=lambda d: (d["makespan"], max(d["peak_activations"])))
+    ticked = sorted((d for d in rows if d["tick_makespan"] is not None), key=lambda d: d["tick_makespan"])
+    for i, d in enumerate(rows):
+        d["rank_asynchronous"], d["rank_ticks"] = i + 1, next((k + 1 for k, t in enumerate(ticked) if t is d), None)
+    label = lambda d: d["name"] + (" (W deferred)" if d["backward"] == "split" and not SCHEDULES[d["name"]].split else "")
+    wide = max(map(len, map(label, rows)), default=8)
+    head = f"{'':<{wide}}  chunks  makespan  bubble  rank span    held |   ticks  in      computed    held  place"
+    lines = [f"{stages} stages, {microbatches} microbatches, F,B,W = {','.join(f'{x:g}' for x in costs)}, delay {comm:g}", head]
+    for d in rows:
+        line = (
+            f"{label(d):<{wide}}  {d['chunks']:>6}  {d['makespan']:>8.5g}  {d['bubble_makespan']:>6.1%}  {d['rank_span']:>9.5g}"
+            f"  {max(d['peak_activations']):>6.4g} |"
+        )
+        if d["tick_makespan"] is not None:
+            line += (
+                f"  {d['tick_makespan']:>6.5g}  {d['tick_shape']:<6}  {d['tick_makespan_compute']:>8.5g}"
+                f"  {max(d['tick_peak_activations']):>6.4g}  {d['rank_ticks']:>5}"
+            )
+        lines.append(line)
+    bound = lower_bound(stages, microbatches, costs, comm, max((d["chunks"] for d in rows), default=1))
+    lines.append(f"no table with these chunks, and one copy of the model, has a makespan below {bound:.5g}")
+    for key, mode in (("tick_makespan", "skipped"), ("tick_makespan_compute", "computed")):
+        ours = min((d for d in ticked if d["name"] == "interleaved"), key=lambda d: d[key], default=None)
+        slow = sorted((d for d in ticked if ours and d[key] > ours[key] * 1.0001), key=lambda d: d[key])
+        if slow:
+            lines.append(
+                f"In ticks, with idle slots {mode}, these are slower than {label(ours)} ({ours[key]:.5g}): "
+                + ", ".join(f"{label(d)} {d[key]:.5g}" for d in slow)
+            )
+    lines += [f"left out: {why}" for why in refused]
+    return rows, "\n".join(lines)
+
+
+def _picture(table: Table, costs, comm: float, ticks: bool) -> Picture:
+    return of_ticks(best_ticks(table, costs), costs) if ticks else of_simulation(simulate(table, costs, comm))
+
+
+_draw = draw
