@@ -169,7 +169,7 @@ class Executor:
         if not self.skip:
             dw = jax.tree.map(lambda d: jnp.where(k[f"{kind}_busy"] > 0, d, 0), dw)
         where = k[f"{kind}_c"], i
-        return _put(grads, jax.tree.map(lambda g, d: g + d.astype(g.dtype), _at(grads, *where), dw), *where)
+        return jax.tree.map(lambda g, d: g.at[where].add(d.astype(g.dtype), mode="promise_in_bounds"), grads, dw)
 
     # ------------------------------------------------------------------------------------------- slots
     def _receive(self, k, s):

@@ -28,7 +28,7 @@ LOOPS = ("scan", "while")
 """Primitives of a jaxpr whose body runs more than once."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
-_COLLECTIVE = re.compile(rf"^(?:ROOT )?%?([\w.-]+) = (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\(")
 _CALLED = re.compile(r"\b(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)")
 _CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
@@ -37,21 +37,20 @@ _IOTA_GROUPS = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective instruction, on one device.
+class Instruction:
+    """One instruction of a compiled program, on one device.
 
-    kind: one of KINDS. groups: the partitions that communicate (of a permute: its source and target pairs).
-    results: (type, dimensions) of each result; bytes: of all of them. loops: the number of turns of each loop around
-    it, the outermost first, 0 where the program does not say. branches: conditionals around it. source: the place in
-    the traced program that it comes from."""
+    kind: its opcode. results: (type, dimensions) of each result. loops: the number of turns of each loop around it, the
+    outermost first, 0 where the program does not say. branches: conditionals around it. fused: it is inside a fusion, so
+    its results are not written to memory. source: the place in the traced program that it comes from."""
 
     name: str
     kind: str
-    groups: tuple[tuple[int, ...], ...]
     results: tuple[tuple[str, tuple[int, ...]], ...]
-    loops: tuple[int, ...] = ()
-    branches: int = 0
-    source: str = ""
+    loops: tuple[int, ...]
+    branches: int
+    fused: bool
+    source: str
 
     @property
     def bytes(self) -> int:
@@ -63,46 +62,62 @@ class Collective:
         """How often it runs in one execution of the program, if every branch around it is taken; 0: not known."""
         return math.prod(self.loops)
 
+
+@dataclasses.dataclass(frozen=True)
+class Collective(Instruction):
+    """A collective: kind is one of KINDS. groups: the partitions that communicate, or a permute's (source, target)."""
+
+    groups: tuple[tuple[int, ...], ...]
+
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The mesh axes that it crosses, for a mesh of `sizes` (outermost axis first) in the order of the devices."""
-        names, shape = list(sizes), tuple(sizes.values())
-        found = set()
+        shape, found = tuple(sizes.values()), set()
         for group in self.groups:
             places = np.array(np.unravel_index(group, shape))
             found.update(np.flatnonzero((places != places[:, :1]).any(1)))
-        return tuple(name for i, name in enumerate(names) if i in found)
+        return tuple(name for i, name in enumerate(sizes) if i in found)
 
 
-def collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program, `compiled.as_text()`, in the order of the text's computations.
+def instructions(text: str) -> list[Instruction]:
+    """The instructions of a compiled program, `compiled.as_text()`, those of a computation at each place that calls it.
 
-    A computation that is called from two places counts twice. Raises ValueError when the text has no entry."""
+    A collective that has begun and is awaited is there once. Raises ValueError when the text has no entry."""
     computations, entry = _computations(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     everyone = tuple(range(int(partitions[1]) if partitions else 1))
     found = []
 
-    def visit(name: str, loops: tuple[int, ...], branches: int) -> None:
+    def visit(name: str, loops: tuple[int, ...], branches: int, fused: bool) -> None:
         for line in computations.get(name, ()):
-            code, _, meta = line.partition(", metadata={")
+            code, _, meta = re.sub(r"/\*.*?\*/", "", line).partition(", metadata={")
+            match = _INSTRUCTION.match(code)
+            if not match:
+                continue
             called = [(key, [callee]) for key, callee in _CALLED.findall(code)]
             called += [(key, re.findall(r"[\w.-]+", names)) for key, names in _CALLED_LISTS.findall(code)]
-            match = _COLLECTIVE.match(code)
-            wrapped = match and match[4] and any(key in ("calls", "called_computations") for key, _ in called)
-            if match and not wrapped:  # the collective inside a wrapped one is met below
+            kind = match[3].removesuffix("-start")
+            begun = kind != match[3] and kind in KINDS
+            wrapper = begun and any(key in ("calls", "called_computations") for key, _ in called)
+            if not wrapper:  # what it wraps is met below
                 source = re.search(r'op_name="([^"]*)"', meta)
-                groups, results = _groups(code, everyone), _results(match[2], match[3] if match[4] else "")
-                where = loops, branches, source[1] if source else ""
-                found.append(Collective(match[1], match[3], groups, results, *where))
-                continue
+                shape = _elements(match[2])[1] if begun and kind != "all-reduce" else match[2]
+                where = loops, branches, fused, source[1] if source else ""
+                common = match[1], kind if begun else match[3], _results(shape), *where
+                found.append(Collective(*common, _groups(code, everyone)) if kind in KINDS else Instruction(*common))
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for key, names in called:
                 inside = (*loops, int(trips[1]) if trips else 0) if key in ("body", "condition") else loops
+                taken = branches + key.endswith(("_computation", "branch_computations"))
                 for callee in names:
-                    visit(callee, inside, branches + key.endswith(("_computation", "branch_computations")))
+                    visit(callee, inside, taken, fused or match[3] == "fusion")
 
-    visit(entry, (), 0)
+    visit(entry, (), 0, False)
     return found
+
+
+def collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program, `compiled.as_text()`; see `instructions`."""
+    return [i for i in instructions(text) if isinstance(i, Collective)]
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -164,12 +179,8 @@ def _along(mesh: str, devices: str | None, inside: str) -> np.ndarray:
     return ids.reshape(dims).transpose(order).reshape(-1, math.prod(dims[i] for i in own))
 
 
-def _results(shape: str, started: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Types and dimensions in a result's shape. `started`: the kind of an asynchronous start, whose shape is a tuple of
-    operands, results and contexts (but of an all-reduce, results alone)."""
-    shape = re.sub(r"/\*.*?\*/", "", shape)
-    if started and started != "all-reduce":
-        shape = _elements(shape)[1]
+def _results(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Types and dimensions of the arrays in a result's shape."""
     return tuple((t, tuple(int(d) for d in dims.split(",") if d)) for t, dims in _SHAPE.findall(shape))
 
 

@@ -7,6 +7,8 @@ the table is an argument of it. Microbatches are relative to the p stages; `%p` 
 import dataclasses
 import itertools
 
+from parallel.schedule.registry import find
+
 COLUMNS = dict(
     schedule=("gpipe", "1f1b", "eager-1f1b", "interleaved/2", "interleaved/3"),
     backward=("whole", "split"),
@@ -91,7 +93,8 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        return int(self.schedule.partition("/")[2] or 1)
+        name, _, chunks = self.schedule.partition("/")
+        return int(chunks or find(name).chunks)
 
     @property
     def number_of_microbatches(self) -> int:

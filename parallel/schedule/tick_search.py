@@ -15,7 +15,7 @@ from parallel.schedule.ticks import ORDERS, SHAPES, TickTable, pack
 
 Costs = tuple[float, float, float]
 WORK = 400_000  # actions packed by the local improvement, for effort 1
-MANY = 60_000  # actions above which a table is not packed in all ways (a step would hold more ticks than anyone runs)
+MANY = 20_000  # actions above which only the named schedules are packed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from llm.evaluate import evaluate
 from llm.generate import Sampling, choose, generate
 from llm.metrics import METRICS, Metrics, keep_until, read_jsonl
 from llm.train import train
-from llm.workdir import load_config
+from llm.workdir import check_resume, load_config
 from parallel.errors import UserError
 from tests.llm.runs import records, small
 
@@ -114,13 +114,14 @@ def test_a_stop_at_an_evaluation_neither_loses_nor_doubles_it(run, tmp_path, mon
     assert records(tmp_path) == records(run)
 
 
-def test_a_change_of_what_is_trained_is_told(run, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as context:
-        stop_after(context, 2)
-        train(small(**LAYOUT), tmp_path)
-    train(small(**LAYOUT, train__steps=3, optimizer__lr=0.001), tmp_path)
-    out = capsys.readouterr().out
-    assert "note: optimizer.lr was 0.003 and is now 0.001" in out and "note: train.steps was 12 and is now 3" in out
+@pytest.mark.smoke
+def test_a_change_of_what_is_trained_is_told_and_a_layout_is_not(run):
+    changed = small(mesh__pipe=4, pipeline__remat="full", zero=0, optimizer__lr=0.001, train__steps=20, model__dropout=0)
+    assert sorted(check_resume(run, changed)) == [
+        "model.dropout was 0.1 and is now 0.0",
+        "optimizer.lr was 0.003 and is now 0.001",
+        "train.steps was 12 and is now 20",
+    ]
 
 
 def test_stopped_on_one_layout_and_resumed_on_another(run, tmp_path, monkeypatch):
