@@ -109,7 +109,7 @@ def instructions(text: str) -> list[Instruction]:
                 inside = (*loops, int(trips[1]) if trips else 0) if key in ("body", "condition") else loops
                 taken = branches + key.endswith(("_computation", "branch_computations"))
                 for callee in names:
-                    visit(callee, inside, taken, fused or match[3] == "fusion")
+                    visit(callee, inside, taken, fused or match[3] in ("fusion", "fusion-start"))
 
     visit(entry, (), 0, False)
     return found

@@ -15,6 +15,7 @@ import numpy as np
 
 from parallel.errors import UserError
 from parallel.schedule.table import Table
+from parallel.schedule.ticks import TickTable
 
 Costs = tuple[float, float, float]
 
@@ -187,3 +188,35 @@ def memory_peaks(table: Table, forward: float = 1, backward: float = 0, weight: 
             peak = max(peak, now)
         peaks.append(peak * table.share)
     return peaks
+
+
+def tick_durations(
+    ticks: TickTable, costs: Costs | np.ndarray = (1, 1, 1), idle: str = "skip", vocabulary: float = 0.0
+) -> np.ndarray:
+    """[ticks]: how long each tick of the executor takes; their sum is the step.
+
+    costs: (F, B, W) of one full rank, or [stages, 3] from `stage_costs` for chunks that differ. idle='skip': a tick lasts as
+    long as the largest sum of own slots. 'compute': as all slots that its phase holds, each as long as the largest stage's.
+    vocabulary: time of one microbatch's joint vocabulary work on a rank, paid by all ranks in the tick in which it leaves the
+    last stage.
+    """
+    table = ticks.table
+    times = np.asarray(costs, float)
+    if times.ndim == 1:
+        times = stage_costs(table, tuple(costs))
+    out = np.zeros(ticks.length)
+    if idle == "skip":
+        own = np.zeros((ticks.length, table.stages))
+        for (kind, s, _), t in ticks.at.items():
+            own[t, table.places[s][0]] += times[s, "FBW".index(kind)]
+        out += own.max(1)
+    elif idle == "compute":
+        slots = times.max(0)
+        for start, stop, held in ticks.phases(costs=tuple(slots)):
+            out[start:stop] = slots @ np.array(held)
+    else:
+        raise UserError(f"idle is 'skip' or 'compute', not {idle!r}")
+    for (kind, s, _), t in ticks.at.items():
+        if kind == "F" and table.after(s) < 0:
+            out[t] += vocabulary
+    return out

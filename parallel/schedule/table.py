@@ -122,12 +122,12 @@ class Table:
         return not self.kinds & {"B", "W"}
 
     # ------------------------------------------------------------------------------------------- is it right
-    def validate(self) -> Table:
+    def validate(self, memory: float = 0.0) -> Table:
         """Return the table itself, or raise ScheduleError naming the first wrong action.
 
         Every (chunk, microbatch) of every rank: F once, then B once and W once, or BW once (or F alone, everywhere).
         Nothing may wait for itself: the ranks are run in order and must finish. By then everything stashed is taken
-        again.
+        again. memory: the most microbatches of one full rank that a rank may hold from F to W (0: no limit).
         """
         p, v, m = self.stages, self.chunks, self.microbatches
         if min(p, v, m) < 1 or self.placement not in PLACEMENTS:
@@ -142,6 +142,11 @@ class Table:
             raise ScheduleError(f"{self.name}: has rows for {len(self.ranks)} ranks, not {p}")
         for r, rank in enumerate(self.ranks):
             self._check_rank(r, rank)
+            held = 0.0
+            for a in rank if memory else ():
+                held += self.share * (1 if a.kind == "F" else 0 if a.kind == "B" else -1)
+                if held > memory + 1e-6:
+                    raise ScheduleError(f"{self.name}: rank {r}: {a}: holds {held:g} microbatches, more than {memory:g}")
         self._check_pairs()
         for _ in self.in_order():
             pass

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.errors import UserError
-from parallel.schedule import make
-from parallel.schedule.simulate import memory_peaks, simulate, stage_costs
+from parallel.schedule import make, pack
+from parallel.schedule.simulate import memory_peaks, simulate, stage_costs, tick_durations
 
 SMALL = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -104,3 +104,17 @@ def test_peaks_do_not_grow_with_m(name, v):
 def test_large_tables_are_quick():
     run = simulate(make("interleaved", 32, 256, 4, backward="split"))
     assert run.makespan == pytest.approx(256 * 3 + 31 * 2 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("idle", ["skip", "compute"])
+@pytest.mark.parametrize(("name", "v"), [("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_ticks_take_their_costs(name, v, idle):
+    ticks = pack(make(name, 4, 6, v, backward="split"))
+    costs = (1.0, 1.5, 0.5)
+    durations = tick_durations(ticks, costs, idle)
+    assert durations.sum() == pytest.approx(ticks.cost(*costs, idle=idle))
+    assert tick_durations(ticks, costs, idle, vocabulary=0.25).sum() == pytest.approx(durations.sum() + 6 * 0.25)
+    uneven = stage_costs(ticks.table, costs, layers=[2] + [1] * (4 * v - 1))
+    assert tick_durations(ticks, uneven, idle).sum() > durations.sum()
+    with pytest.raises(UserError, match="skip"):
+        tick_durations(ticks, costs, "wait")

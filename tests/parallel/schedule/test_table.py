@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.errors import UserError
-from parallel.schedule import Action, ScheduleError, Table, make, make_forward, place, stage_of
+from parallel.schedule import SCHEDULES, Action, ScheduleError, Table, make, make_forward, place, stage_of
 
 ONE_CHUNK = st.sampled_from(["gpipe", "1f1b", "eager-1f1b"])
 SMALL = settings(max_examples=60, deadline=None, derandomize=True)
@@ -144,3 +144,28 @@ def test_forward_only_tables(placement, v):
 def test_the_surplus_of_a_table_can_be_deleted():
     table = make("interleaved", 4, 12, 2, backward="split")
     assert table.only(7).validate().microbatches == 7
+
+
+def test_a_bounded_stash():
+    make("1f1b", 4, 8).validate(memory=4)
+    with pytest.raises(ScheduleError, match=r"rank 0: F of chunk 0, microbatch 3: holds 4 microbatches, more than 3"):
+        make("1f1b", 4, 8).validate(memory=3)
+    make("zb-v", 4, 8).validate(memory=4)
+
+
+@SMALL
+@given(name=st.sampled_from(sorted(SCHEDULES)), p=st.integers(1, 5), m=st.integers(1, 12), v=st.integers(0, 4))
+def test_every_named_schedule_runs_or_names_its_rule(name, p, m, v):
+    if name == "auto":
+        return
+    try:
+        table = make(name, p, m, v)
+    except UserError as error:
+        assert str(error).startswith(f"{name}: ")
+        return
+    table.validate()
+    assert (table.stages, table.microbatches) == (p, m)
+    assert table.chunks == (v or SCHEDULES[name].chunks)
+    whole, split = make(name, p, m, v, backward="whole").validate(), make(name, p, m, v, backward="split").validate()
+    assert whole.whole
+    assert "BW" not in split.kinds
