@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    train, evaluate and sample a small model on 8 virtual devices (6 minutes on 2 cores)"
+	@echo "make demo    train, evaluate and sample a small model on 8 virtual devices (under 4 minutes on 2 cores)"
 	@echo "make test    run all tests"
 	@echo "make smoke   run a cut of the tests (a few minutes)"
 	@echo "make lint    check style and formatting"
@@ -30,10 +30,10 @@ demo: $(RUNS)
 	$(BIN) experiments/demo.py
 
 test: $(TESTS)
-	$(BIN) -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 smoke: $(TESTS)
-	$(BIN) -m pytest -n auto --dist loadfile -m smoke $(ARGS)
+	$(BIN) -m pytest -n auto --maxprocesses 8 --dist loadfile -m smoke $(ARGS)
 
 lint: $(TESTS)
 	$(BIN) -m ruff check .
@@ -49,7 +49,7 @@ $(RUNS): requirements.txt
 	esac
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 	  { echo "$(PYTHON) has no ensurepip, which venv needs: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
-	@echo "installing what Convoy needs into $(VENV) (about two minutes and 1.5 GB the first time)"
+	@echo "installing what Convoy needs into $(VENV) (about two minutes and 1 GB the first time)"
 	@$(PYTHON) -m venv $$(grep -qs '^version = $(VERSION)' $(VENV)/pyvenv.cfg || echo --clear) $(VENV)
 	@$(BIN) -m pip install -qq -r requirements.txt
 	@touch $@

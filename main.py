@@ -17,6 +17,7 @@ from llm.config import Config
 from llm.devices import request_devices
 from llm.workdir import CONFIG, MODEL, check_resume, load_config
 from parallel.errors import UserError
+from parallel.schedule import command as schedules
 
 INTERRUPTED = 75  # stopped by a signal with everything saved: start again to go on
 
@@ -66,6 +67,20 @@ def generate(options: Options) -> tuple[Any, str, int]:
     return results, "\n\n".join(result["prompt"] + result["text"] for result in results), 0
 
 
+def import_(options: Options) -> tuple[Any, str, int]:
+    from llm.huggingface import import_model, table
+
+    document = import_model(options.source, options.workdir)
+    return document, table(document), 0
+
+
+def export(options: Options) -> tuple[Any, str, int]:
+    from llm.huggingface import export_model, table
+
+    document = export_model(options.workdir, options.destination, options.step, options.dtype)
+    return document, table(document), 0
+
+
 WORKDIR = Flag("workdir", None, "FOLDER", "the run's folder: configuration, checkpoints, metrics")
 DEVICES = Flag("devices", 0, "N", "number of (virtual CPU) devices; default: the product of the mesh axes")
 JSON = Flag("json", False, "", "print one JSON document on stdout, everything else on stderr")
@@ -103,6 +118,27 @@ COMMANDS = {
             JSON,
         ),
         LAYOUT,
+    ),
+    "schedule": Command(
+        "Describe, compare, search and draw pipeline schedules.",
+        lambda options: (*schedules.run(options), 0),
+        (*(Flag(*flag) for flag in schedules.FLAGS), JSON),
+    ),
+    "import": Command(
+        "Read a published model: a Hugging Face folder or a GGUF file.",
+        import_,
+        (Flag("source", None, "PATH", "folder with config.json and safetensors, or a .gguf file"), WORKDIR, JSON),
+    ),
+    "export": Command(
+        "Write a checkpoint as a folder that transformers loads.",
+        export,
+        (
+            WORKDIR,
+            Flag("destination", None, "FOLDER", "new folder to write"),
+            STEP,
+            Flag("dtype", "", "TYPE", "float32, bfloat16 or float16; default: that of the imported model, or float32"),
+            JSON,
+        ),
     ),
 }
 

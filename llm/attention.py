@@ -2,15 +2,24 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
-from parallel.errors import UserError
+from llm.kernels import backends, chunked, tiles
+from llm.kernels.options import Options
+from parallel.axes import AXES
 
-BACKENDS = ("reference",)
-MASKED = -1e30  # finite, so that a row without a visible key gives no NaN
+BACKENDS = tuple(backends.TABLE)
+KERNELS = dict(chunked=chunked)
+"""Back end -> module with `prepare`, `forward` and `backward`, which all take and give the same (see kernels/chunked.py)."""
+TENSOR = AXES[-1]
+MASKED = tiles.MASKED
 
 
 @functools.partial(
@@ -50,6 +59,25 @@ class MaskSpec:
             seen &= (self.q_segment_ids >= 0)[:, :, None]
         return seen
 
+    def intervals(self, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+        """The same in O(T) memory: query i sees the keys [lo_i, hi_i), two int32 arrays that broadcast to [B, queries]."""
+        if (self.q_segment_ids is None) != (self.kv_segment_ids is None):
+            raise ValueError("a mask needs segment ids of both queries and keys, or of neither")
+        segments = None if self.q_segment_ids is None else (self.q_segment_ids, self.kv_segment_ids)
+        return tiles.intervals(queries, keys, self.causal, self.window, self.q_offset, self.kv_offset, segments)
+
+    def features(self, queries: int, keys: int) -> set[str]:
+        """What a back end must be able to do for it (names of kernels/backends.py)."""
+        zero = lambda offset: isinstance(offset, int | np.integer) and offset == 0
+        asked = dict(
+            full=not self.causal,
+            window=self.window is not None,
+            packed=self.q_segment_ids is not None,
+            offset=not (zero(self.q_offset) and zero(self.kv_offset)),
+            cross=queries != keys,
+        )
+        return {name for name, has in asked.items() if has}
+
 
 def attention(
     q: jax.Array,
@@ -70,15 +98,84 @@ def attention(
     q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv] with H a multiple of K -> o [B, T, H, Dv] in q's type, and on request the
     differentiable log-sum-exp [B, H, T] in fp32. A query that sees no key gives 0 (and -inf), with gradient 0.
     scale: 1/sqrt(D) when None. softcap: cap(s) = softcap tanh(s / softcap). alibi_slopes [H]: adds slope (key - query).
-    backend: `auto` or one of BACKENDS; `strict` refuses what would fall back to another one; `deterministic` asks for
-    bitwise repeatable gradients. The reference back end is dense, does everything and always repeats. Raises UserError for
-    an unknown back end."""
-    if backend not in ("auto", *BACKENDS):
-        raise UserError(f"there is no attention back end {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
-    del deterministic, strict  # true of the reference back end as it is
-    o, lse = _reference(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, alibi_slopes)
-    o = checkpoint_name(o, "attention")
+    backend: `auto` or one of BACKENDS; kernels/backends.py holds what each can do. `strict` refuses a slow one that `auto`
+    would fall back to; `deterministic` asks for bitwise repeatable gradients. Output and log-sum-exp are residuals named
+    "attention", so that remat by name does not run a kernel again. Where the mesh has a tensor axis that is left to the
+    compiler, heads are split over it by hand, if they divide. Raises UserError when a back end is unknown or cannot do it."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    extra = dict(
+        softcap=softcap is not None,
+        alibi=alibi_slopes is not None,
+        lse=return_lse,
+        value=q.shape[-1] != v.shape[-1],
+        deterministic=deterministic,
+    )
+    features = mask.features(q.shape[1], k.shape[1]) | {name for name, has in extra.items() if has}
+    dtype = q.dtype.name if q.dtype == k.dtype == v.dtype else "mixed"
+    platform, device = backends.target()
+    name = backends.select(backends.Need(dtype, q.shape[-1], frozenset(features)), platform, backend, strict)
+    if name == "reference":
+        o, lse = _reference(q, k, v, mask, scale, softcap, alibi_slopes)
+        o = checkpoint_name(o, "attention")
+    else:
+        ways = _tensor_ways(q.shape[2])
+        repeats = ways // math.gcd(ways, k.shape[2])  # as in a replica of keys and values: each device has its own
+        k, v = (jnp.repeat(a, repeats, axis=2) if repeats > 1 else a for a in (k, v))
+        options = Options(scale, softcap, name, device if platform == "gpu" else "", ways)
+        rows = KERNELS[name].prepare(mask, q.shape[1], k.shape[1], options)
+        o, lse = run_kernel(options, q, k, v, alibi_slopes, rows)
     return (o, lse) if return_lse else o
+
+
+def chosen(dtype: str, head_dim: int, features: set[str], platform: str) -> str:
+    """What `auto` takes for causal attention with these features, in words."""
+    name = backends.select(backends.Need(dtype, head_dim, frozenset(features)), platform)
+    return f"{name} ({backends.TABLE[name].what})"
+
+
+def _tensor_ways(heads: int) -> int:
+    """Over how many devices of a tensor axis that is left to the compiler the heads are split."""
+    mesh = get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    ways = mesh.shape[TENSOR] if kinds.get(TENSOR) == AxisType.Auto else 1
+    return ways if heads % ways == 0 else 1
+
+
+HEADS = P(None, None, TENSOR)  # of [B, T, H, D]; [B, H, T] is P(None, TENSOR), [H] is P(TENSOR)
+
+
+def _by_heads(options: Options, run, in_specs, out_specs):
+    """`run` on each device's own heads: a kernel is opaque to the compiler, which would gather what it takes."""
+    if options.tensor == 1:
+        return run
+    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_kernel(options: Options, q, k, v, slopes, rows):
+    """(o, lse) of a back end that has a forward and a backward of its own; rows: from its `prepare`."""
+    return _forward_rule(options, q, k, v, slopes, rows)[0]
+
+
+def _forward_rule(options, q, k, v, slopes, rows):
+    run = functools.partial(KERNELS[options.backend].forward, options=options)
+    specs = (HEADS, HEADS, HEADS, P(TENSOR), P()), (HEADS, P(None, TENSOR))
+    o, lse = (checkpoint_name(a, "attention") for a in _by_heads(options, run, *specs)(q, k, v, slopes, rows))
+    return (o, lse), (q, k, v, slopes, rows, o, lse)
+
+
+def _backward_rule(options, residuals, cotangents):
+    q, k, v, slopes, rows, o, lse = residuals
+    do, dlse = cotangents
+    delta_BTH = tiles.delta(o, do, lse.swapaxes(1, 2), dlse.swapaxes(1, 2))
+    run = functools.partial(KERNELS[options.backend].backward, options=options)
+    by_row = P(None, TENSOR)
+    specs = (HEADS, HEADS, HEADS, P(TENSOR), P(), by_row, HEADS, by_row), (HEADS, HEADS, HEADS, P(TENSOR))
+    gradients = _by_heads(options, run, *specs)(q, k, v, slopes, rows, lse, do, delta_BTH.swapaxes(1, 2))
+    return *gradients, jax.tree.map(lambda _: None, rows)
+
+
+run_kernel.defvjp(_forward_rule, _backward_rule)
 
 
 def _reference(q, k, v, mask, scale, softcap, alibi_slopes):

@@ -18,7 +18,7 @@ from llm import overrides
 from llm.config import Config, type_name
 from parallel.errors import CheckError, UserError
 
-REQUIRED = ("workdir",)  # flags that a command which has them cannot do without
+REQUIRED = ("workdir", "source", "destination")  # flags that a command which has them cannot do without
 
 
 class Flag(NamedTuple):

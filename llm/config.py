@@ -114,7 +114,8 @@ class MeshConfig:
             )
         if devices % rest:
             raise UserError(
-                f"mesh.{free[0]}=-1 with {devices} devices: the other axes multiply to {rest}, which does not divide {devices}"
+                f"mesh.{free[0]}=-1 with {devices} devices: the other axes multiply to {rest}, which does not divide {devices} "
+                "(on a CPU, --devices=N makes N virtual ones)"
             )
         return dataclasses.replace(self, **{free[0]: devices // rest})
 
@@ -133,13 +134,14 @@ class MeshConfig:
 class PipelineConfig:
     """How layers and microbatches are scheduled."""
 
-    schedule: str = option("interleaved", "name of the schedule (python main.py schedule --list)")
+    schedule: str = option("interleaved", "name of the schedule (python main.py schedule --list), or a CSV file")
     chunks: int = option(0, "model chunks per pipeline rank; 0: the schedule's own", low=0)
     group: int = option(0, "microbatches per round of an interleaved schedule; 0: the schedule's own", low=0)
     microbatches: int = option(0, "per step; 0: 2 pipe (1 without a pipeline), fewer if the rows ask for it", low=0)
     idle: str = option("auto", "idle slots; auto: skip on a CPU, compute on a GPU", ("auto", "skip", "compute"))
     remat: str = option("selective", "what the backward computes again", ("none", "selective", "full"))
     layers_per_chunk: tuple[int, ...] = option((), "layers of each chunk in the order of the model; empty: even")
+    memory: float = option(0.0, "microbatches of a full rank that a rank may hold (auto, fitted schedules); 0: any", low=0)
     backward: str = option("auto", "input and weight gradients in one action or two", ("auto", "whole", "split"))
 
 

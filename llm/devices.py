@@ -1,7 +1,6 @@
 """Which devices a run uses."""
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,8 @@ def request_devices(config: Config, devices: int = 0) -> Config:
         return config  # only jax can tell how many GPUs are left
     count = devices or config.validate().mesh.product
     config = config.validate(count)
-    others = re.sub(rf"{COUNT_FLAG}=\S+", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{others} {COUNT_FLAG}={count}".strip()
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT_FLAG)]
+    os.environ["XLA_FLAGS"] = " ".join([*others, f"{COUNT_FLAG}={count}"])
     return config
 
 

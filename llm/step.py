@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from llm import attention
 from llm.config import Config
 from llm.model import REMAT, Transformer
 from llm.objective import CrossEntropy
@@ -35,17 +36,16 @@ def build(config: Config, devices: list | None = None) -> "Program":
     return Program(config.validate(len(devices)), tuple(devices))
 
 
-def make_table(config: Config) -> schedule.Table:
-    """The schedule table that a resolved configuration asks for."""
+def make_table(config: Config, idle: str) -> schedule.Table:
+    """The schedule table that a resolved configuration asks for, for the executor's idle mode."""
     c, pipe = config.pipeline, config.mesh.pipe
     backward = c.backward
     if backward == "auto":  # deferring W fills bubbles; under full remat it would stash ten times the layer's input
         whole = (pipe == 1 or c.remat == "full") and not c.schedule.endswith(".csv")
         backward = "whole" if whole else "split" if c.schedule in DEFERRED else ""
     chunks = c.chunks or len(c.layers_per_chunk) // pipe
-    return schedule.make(
-        c.schedule, pipe, c.microbatches, chunks=chunks, group=c.group, backward=backward, costs=COSTS[c.remat]
-    )
+    fitted = dict(costs=COSTS[c.remat], memory=c.memory, idle=idle)
+    return schedule.make(c.schedule, pipe, c.microbatches, chunks=chunks, group=c.group, backward=backward, **fitted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Program:
 
     @functools.cached_property
     def table(self) -> schedule.Table:
-        return make_table(self.config)
+        return make_table(self.config, self.idle)
 
     @functools.cached_property
     def tick_table(self) -> schedule.TickTable:
@@ -241,7 +241,7 @@ class Program:
     @functools.cached_property
     def compiled_train_step(self):
         """The jitted (state, batch, table) -> (state, metrics); the state is donated."""
-        return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
+        return self._jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
 
     def _put_table(self, plan: pipeline.Plan) -> Tree:
         at = dict(ranks=P(None, "pipe"), joint=P())
@@ -260,6 +260,14 @@ class Program:
             return self.compiled_train_step(state, batch, self.device_table)
 
     @functools.cached_property
+    def _jit(self) -> Callable:
+        """jax.jit with the compiler options that this mesh needs."""
+        if self.devices[0].platform != "cpu" or self.config.train.dtype == "float32":
+            return jax.jit
+        # XLA:CPU aborts when it widens a bf16 all-reduce whose reduction holds a copy (seen in jax 0.10.2 and 0.12)
+        return functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "all-reduce-promotion"})
+
+    @functools.cached_property
     def _forward(self):
         model, table = self._model(dropout=0.0), self._put_table(self.forward_plan)
 
@@ -267,7 +275,7 @@ class Program:
             out, _ = pipeline.outputs(model, self.forward_plan, predict)(params, {}, self._side(batch, 0), table)
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
 
-        score, logits = (jax.jit(functools.partial(run, f)) for f in (model.score, model.next_logits))
+        score, logits = (self._jit(functools.partial(run, f)) for f in (model.score, model.next_logits))
         return (lambda *args: score(*args, table)), (lambda *args: logits(*args, table))
 
     def eval_step(self, params: Tree, batch: Tree) -> dict[str, jax.Array]:
@@ -297,6 +305,14 @@ class Program:
         times = COSTS[self.config.pipeline.remat]
         return 1 - self.table.microbatches * sum(times) / self.tick_table.cost(*times, idle=self.idle)
 
+    def attention(self) -> str:
+        """The attention back end that the model gets on these devices."""
+        model = self.config.model
+        features = {"packed", *["window"] * any(model.windowed), *["softcap"] * bool(model.attention_softcap)}
+        return attention.chosen(
+            self.config.train.dtype, model.head_dim, features, attention.backends.target(self.mesh.abstract_mesh)[0]
+        )
+
     def describe(self) -> dict[str, Any]:
         """The facts that a run prints when it starts."""
         c, t = self.config, self.tick_table
@@ -314,5 +330,5 @@ class Program:
             "layers_per_stage": [int((self.layout.index_CPL[k, r] >= 0).sum()) for r, k in t.table.places],
             "zero": c.zero,
             "dtype": c.train.dtype,
-            "attention": "reference (dense, fp32 softmax)",
+            "attention": self.attention(),
         }

@@ -1,13 +1,17 @@
 """The command line: help, errors as one sentence with an exit code, JSON alone on stdout."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from llm import overrides
 from llm.commandline import Command, Flag, dispatch
+from llm.config import Config
+from llm.devices import request_devices
 from main import COMMANDS
 from parallel.errors import CheckError, UserError
 
@@ -71,6 +75,16 @@ def test_help_lists_commands_and_every_option(capsys):
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_2(capsys, arguments, words):
     assert words in refused(capsys, *arguments)
+
+
+def test_the_mesh_or_the_flag_sets_the_number_of_virtual_devices(monkeypatch):
+    config = overrides.apply(Config(), [("mesh.pipe", "4"), ("mesh.data", "2")])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=3")
+    assert request_devices(config).mesh.product == 8
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1 --xla_force_host_platform_device_count=8"
+    rest = overrides.apply(config, [("mesh.data", "-1")])
+    assert request_devices(rest, 16).mesh.data == 4 and "count=16" in os.environ["XLA_FLAGS"]
+    assert request_devices(rest) == rest  # the GPUs of the machine decide, later
 
 
 def command(run) -> dict[str, Command]:

@@ -19,7 +19,7 @@ import pytest
 from llm import signals
 from llm.evaluate import evaluate
 from llm.generate import Sampling, choose, generate
-from llm.metrics import METRICS, Metrics, keep_until, read_jsonl
+from llm.metrics import METRICS, Metrics, finite, keep_until, read_jsonl
 from llm.train import train
 from llm.workdir import check_resume, load_config
 from parallel.errors import UserError
@@ -237,6 +237,7 @@ def test_metrics_lines_after_the_resumed_step_are_dropped(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n{"st')
     assert [record["step"] for record in keep_until(path, 2)] == [1, 2, 2]
     assert path.read_text().count("\n") == 3
+    assert [finite(value) for value in (math.nan, math.inf, 1.5, 2, None)] == [None, None, 1.5, 2, None]
 
 
 def test_commands_as_processes(run):
