@@ -30,10 +30,10 @@ demo: $(RUNS)
 	$(BIN) experiments/demo.py
 
 test: $(TESTS)
-	$(BIN) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 smoke: $(TESTS)
-	$(BIN) -m pytest -n auto --maxprocesses 8 --dist loadfile -m smoke $(ARGS)
+	$(BIN) -m pytest -n auto --maxprocesses 8 --dist worksteal -m smoke $(ARGS)
 
 lint: $(TESTS)
 	$(BIN) -m ruff check .

@@ -23,7 +23,7 @@ from llm.data.tokenizer import Tokenizer
 from llm.families import family_of, fitting
 from llm.families.family import Family, Json, Tensor
 from llm.run import TOKENIZER, pick_step
-from llm.workdir import CHECKPOINTS, CONFIG, has_checkpoint, load_config, save_config, write_atomically
+from llm.workdir import CHECKPOINTS, CONFIG, load_config, newest_step, save_config, write_atomically
 from parallel.errors import UserError
 
 FOLDER = "huggingface"
@@ -103,7 +103,7 @@ def import_model(source: str | Path, workdir: str | Path) -> Json:
     Everything is checked before anything is written. Raises UserError on a model that is not supported, and naming the
     tensors that are unknown, missing or of another shape."""
     workdir, opened = Path(workdir), open_source(source)
-    if has_checkpoint(workdir) or (workdir / CONFIG).exists():
+    if newest_step(workdir) is not None or (workdir / CONFIG).exists():
         raise UserError(f"--workdir={workdir}: there is a run in this folder; import into another one")
     family = family_of(str(opened.config.get("model_type")))
     model = family.read(opened.config)

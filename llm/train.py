@@ -17,7 +17,7 @@ from llm.devices import select_devices
 from llm.evaluate import held_out_loss
 from llm.generate import Sampling, batch_config, context_length, continue_prompts, encode_prompts
 from llm.metrics import METRICS, Metrics, check_sinks, read_jsonl
-from llm.run import CORPUS, TOKENIZER
+from llm.run import CORPUS, TOKENIZER, restore_params
 from llm.signals import StopRequest
 from llm.step import build
 from llm.workdir import CHECKPOINTS, check_resume, save_config
@@ -46,7 +46,8 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     try:
-        start = checkpoints.latest() or 0
+        latest = checkpoints.latest()
+        start = latest or 0
         if start >= config.train.steps:
             print(f"the run in {workdir} is finished: step {start} of {config.train.steps}")
             return {"step": start, "loss": _last_loss(workdir), "step_time_s": None, "stopped": None}
@@ -60,6 +61,9 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
             state = checkpoints.restore(start, program.abstract_state(), program.stored())
         else:
             state = program.init()
+        if latest == 0:
+            print("starting from the imported model")
+            state |= {"params": restore_params(checkpoints, 0, program)}
         return Loop(config, workdir, program, corpus, checkpoints, stop).run(state, start)
     finally:
         checkpoints.close()

@@ -36,16 +36,20 @@ def load_config(workdir: str | Path) -> Config:
         raise UserError(f"{path} is not a saved configuration: {error}") from error
 
 
-def has_checkpoint(workdir: str | Path) -> bool:
-    """Whether the folder holds a saved step."""
+def newest_step(workdir: str | Path) -> int | None:
+    """The newest saved step of a run's folder by the names in it, or None. Step 0 is an imported model."""
     folder = Path(workdir) / CHECKPOINTS
-    return folder.is_dir() and any(entry.name.isdigit() for entry in folder.iterdir())
+    steps = [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()] if folder.is_dir() else []
+    return max(steps, default=None)
 
 
 def check_resume(workdir: str | Path, config: Config, refused: tuple[str, ...] = REFUSED) -> list[str]:
     """What differs from the saved run and matters, as sentences. Raises UserError naming what must not differ."""
-    if not has_checkpoint(workdir) or not (Path(workdir) / CONFIG).is_file():
+    newest = newest_step(workdir)
+    if newest is None or not (Path(workdir) / CONFIG).is_file():
         return []
+    if newest == 0:  # imported: its first training chooses text and optimiser
+        refused = MODEL
     before, now = (leaves(replace(c, model=c.model.resolved())) for c in (load_config(workdir), config))
     changed = {
         name: f"{name} was {before[name][1]} and is now {value}" for name, (_, value) in now.items() if value != before[name][1]

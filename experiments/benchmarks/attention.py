@@ -58,8 +58,8 @@ def main() -> None:
     a = parser.parse_args()
     for length in a.lengths:
         rows, (heads, groups) = a.rows or max(1, 4096 // length), a.heads
-        draw = lambda i, n: jnp.asarray(np.random.default_rng(i).normal(size=(rows, length, n, a.head_dim)), a.dtype)
-        arrays = tuple(draw(i, n) for i, n in enumerate((heads, groups, groups, heads)))
+        shapes = [(rows, length, n, a.head_dim) for n in (heads, groups, groups, heads)]
+        arrays = tuple(jnp.asarray(np.random.default_rng(i).normal(size=s), a.dtype) for i, s in enumerate(shapes))
         for mask in a.masks:
             for gradients in (False, True):
                 runs = {name: compiled(name, mask, gradients, arrays) for name in a.backends}

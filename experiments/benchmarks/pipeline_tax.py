@@ -28,7 +28,7 @@ from llm.step import Program, build
 
 STAGES, MICROBATCHES, REPEATS = 4, 16, 7
 CONFIG = Config(
-    model=ModelConfig(layers=8, width=256, heads=4, kv_heads=2, ffn=768, vocab=4096),
+    model=ModelConfig(layers=16, width=256, heads=4, kv_heads=2, ffn=768, vocab=4096),
     pipeline=PipelineConfig(schedule="interleaved", chunks=2, microbatches=MICROBATCHES, remat="selective"),
     batch=BatchConfig(rows=MICROBATCHES, length=256),
     optimizer=OptimizerConfig(name="sgd", momentum=0.0),

@@ -12,7 +12,7 @@ from jax import lax
 from llm.kernels import tiles
 from llm.kernels.options import Options
 
-SINGLE, BLOCK = 512, 256
+SINGLE = BLOCK = 256
 F32 = jnp.float32
 
 

@@ -296,8 +296,9 @@ def test_the_programs_of_a_layer_have_the_matmuls_of_its_vjp_and_stash_no_parame
     if not fused:
         assert ww == weights
         again = b - weights - 4  # beside the gradients by inputs, by queries, keys, scores and values
-        # selective: query, key, value, scores, out; full: all but `down`, whose output is not needed
-        assert again == dict(none=0, selective=5, full=f - 1)[mode]
+        # none: the scores, which attention never keeps; selective: query, key, value and out beside them, but not the values:
+        # the kernel does not run again; full: all but `down`, whose output is not needed, beside them
+        assert again == dict(none=1, selective=5, full=f)[mode]
     stash = [*programs.a, *programs.aw, *programs.cut]
     assert not {a.shape for a in stash} & {np.shape(a) for a in jax.tree.leaves(w) if a.ndim > 1}
     assert all(a.shape[0] == len(x) for a in stash), "something that does not depend on the rows is stashed"

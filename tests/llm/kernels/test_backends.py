@@ -1,0 +1,108 @@
+"""Which back end serves a call, what is refused, what the start of a run says, and heads split over the tensor axis."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from llm.attention import BACKENDS, MaskSpec, attention
+from llm.config import BatchConfig, Config, ModelConfig, PipelineConfig
+from llm.kernels import backends
+from llm.kernels.backends import FEATURES, ORDER, TABLE, Need, select
+from llm.step import build
+from parallel import hlo
+from parallel.errors import UserError
+from parallel.mesh import make_mesh
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    select.cache_clear()
+
+
+def test_a_cpu_gets_the_chunked_back_end_whatever_is_asked():
+    everything = Need("bfloat16", 48, frozenset(FEATURES))
+    assert select(everything, "cpu", strict=True) == "chunked"
+    assert select(Need("float64", 8), "cpu") == "reference"  # nothing else keeps its precision
+
+
+def test_every_platform_has_an_order_that_ends_with_what_does_everything():
+    assert set(ORDER) == set(backends.PLATFORMS)
+    for platform, order in ORDER.items():
+        assert not TABLE[order[-1]].lacks(Need("float32", 48, frozenset(FEATURES)), platform)
+        assert all(platform in TABLE[name].platforms for name in order)
+
+
+def test_a_strict_call_does_not_fall_back():
+    with pytest.raises(UserError, match=r"fall back to reference on a cpu \(chunked cannot do the type float64\)"):
+        select(Need("float64", 8), "cpu", strict=True)
+    with pytest.raises(UserError, match="fall back to chunked on a tpu"):
+        select(Need("float32", 8), "tpu", strict=True)
+
+
+def test_who_cannot_do_it_refuses():
+    with pytest.raises(UserError, match=r"chunked cannot do the type float64; these can: reference"):
+        select(Need("float64", 8), "cpu", "chunked")
+    with pytest.raises(UserError, match=r"no attention back end 'flash'; choose auto or one of reference, chunked"):
+        select(Need("float32", 8), "cpu", "flash")
+
+
+def test_the_choice_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, logger="llm.kernels.backends"):
+        for _ in range(3):
+            select(Need("float32", 64, frozenset({"packed"})), "cpu")
+    assert [r.getMessage() for r in caplog.records] == ["attention on cpu: chunked (tiles in plain JAX, O(T) memory)"]
+
+
+def test_the_facts_of_a_run_name_the_back_end():
+    model = ModelConfig(layers=1, width=8, heads=2, vocab=11)
+    program = build(Config(model=model, batch=BatchConfig(2, 8), pipeline=PipelineConfig(microbatches=1)), jax.devices()[:1])
+    assert program.describe()["attention"] == "chunked (tiles in plain JAX, O(T) memory)"
+
+
+# ----------------------------------------------------------------------------------------------- heads over the tensor axis
+@functools.cache
+def by_tensor(backend: str, tensor: int, groups: int, block: int = 0):
+    """(compiled text, o and gradients) with queries, keys and values split over the tensor axis where they divide."""
+    heads, mesh = 4, make_mesh(dict(tensor=tensor), jax.devices()[:tensor])
+    r = np.random.default_rng(0)
+    q, k, v = (r.normal(size=(2, 9, n, 8)).astype(np.float32) for n in (heads, groups, groups))
+    ids = jnp.asarray([[0] * 4 + [1] * 5, [0] * 7 + [-1] * 2], jnp.int32)
+
+    def run(q, k, v):
+        attend = lambda q, k, v: attention(q, k, v, MaskSpec(True, None, ids, ids), backend=backend)
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(jnp.cos(o))
+
+    inside = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data", "pipe"}, check_vma=False)
+    with jax.set_mesh(mesh):
+        split = lambda a: jax.device_put(a, P(None, None, "tensor" if a.shape[2] % tensor == 0 else None))
+        args = [split(a) for a in (q, k, v)]
+        compiled = (
+            jax.jit(
+                inside,
+                out_shardings=tuple(P(None, None, "tensor" if n % tensor == 0 else None) for n in (4, 4, groups, groups)),
+            )
+            .lower(*args)
+            .compile()
+        )
+        return compiled.as_text(), [np.asarray(a) for a in compiled(*args)]
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "cudnn")])
+def test_heads_are_split_without_any_communication(backend):
+    text, split = by_tensor(backend, 2, 2)
+    assert not hlo.collectives(text)
+    for a, b in zip(split, by_tensor("reference", 1, 2)[1]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_keys_that_do_not_divide_are_repeated_and_their_gradients_summed(groups):
+    _, split = by_tensor("chunked", 4, groups)
+    for a, b in zip(split, by_tensor("reference", 1, groups)[1]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
