@@ -67,6 +67,15 @@ def generate(options: Options) -> tuple[Any, str, int]:
     return results, "\n\n".join(result["prompt"] + result["text"] for result in results), 0
 
 
+def timeline(options: Options) -> tuple[Any, str, int]:
+    config = _configuration(options)
+    check_resume(options.workdir, config, MODEL)
+    from llm.timeline import table, timeline
+
+    result = timeline(options.workdir, config, options.step, options.draw)
+    return result, table(result), 0
+
+
 def import_(options: Options) -> tuple[Any, str, int]:
     from llm.huggingface import import_model, table
 
@@ -123,6 +132,12 @@ COMMANDS = {
         "Describe, compare, search and draw pipeline schedules.",
         lambda options: (*schedules.run(options), 0),
         (*(Flag(*flag) for flag in schedules.FLAGS), JSON),
+    ),
+    "timeline": Command(
+        "Measure the ticks of a run's training step and draw them under the predicted ones.",
+        timeline,
+        (WORKDIR, Flag("draw", "", "FILE", "picture, .png or .svg; default: WORKDIR/timeline.png"), STEP, DEVICES, JSON),
+        LAYOUT,
     ),
     "import": Command(
         "Read a published model: a Hugging Face folder or a GGUF file.",

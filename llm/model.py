@@ -265,14 +265,15 @@ class Transformer:
         """The objective of a microbatch times `scale`: (sums, gradient of x, grads with those of shared added)."""
         h_BSD, pull = jax.vjp(self._hidden, shared["head"]["norm"], x_BSD)
         objective = lambda logp_BS, lse_BS: scale * self.objective(logp_BS, lse_BS, side)
+        part, c = "embed" if self.config.tied else "head", self.config
+        how = dict(separable=self.objective.separable, into=grads[part]["tokens"])
         loss, dh_BSD, dw_VD = cross_entropy.loss_and_gradients(
-            h_BSD, self._output(shared), side["targets"], self.config.vocab, objective, self.config.logit_softcap
+            h_BSD, self._output(shared), side["targets"], c.vocab, objective, c.logit_softcap, **how
         )
         dnorm, dx_BSD = pull(dh_BSD)
         head = dict(grads["head"], norm=jax.tree.map(jnp.add, grads["head"]["norm"], dnorm))
-        part = "embed" if self.config.tied else "head"
         grads = dict(grads, head=head)
-        grads[part] = dict(grads[part], tokens=grads[part]["tokens"] + dw_VD)
+        grads[part] = dict(grads[part], tokens=dw_VD)
         return {"loss": loss}, dx_BSD, grads
 
     def score(self, shared, x_BSD, side):

@@ -48,7 +48,8 @@ class Plan:
 
     remat: names of the values that the backward keeps (None: all that autodiff keeps). seeds: cotangents of a layer's `sums`.
     unroll: the layers of a chunk one after another in the program (a GPU can then overlap them with permutes) or as a loop.
-    poison: unwritten buffers and skipped slots hold NaN instead of zeros, for the test that nothing reads them."""
+    poison: unwritten buffers and skipped slots hold NaN instead of zeros, for the test that nothing reads them.
+    stamp: called on the host as stamp(rank, tick, _) when a rank has computed a tick; None: no time stamps."""
 
     mesh: Mesh
     layout: Layout
@@ -63,6 +64,7 @@ class Plan:
     state_per_microbatch: bool = False
     unroll: bool = False
     poison: bool = False
+    stamp: Callable[[Any, Any, Any], None] | None = None
 
     @property
     def table(self) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from parallel.axes import SUM_AXES
 from parallel.errors import UserError
@@ -117,8 +117,13 @@ def zero_dim(spec: ParamSpec, layout: Layout, sizes: Mapping[str, int], zero: in
     if not zero or sizes["data"] == 1:
         return None
     shape, axes = memory_shape(spec, layout, sizes), partition(spec, layout, sizes)
-    free = [d for d, n in enumerate(shape) if axes[d] is None and n % sizes["data"] == 0]
+    free = [d for d, n in enumerate(shape) if _split(axes[d], sizes) == 1 and n % sizes["data"] == 0]
     return max(free, key=lambda d: (shape[d], d), default=None)
+
+
+def _split(axes: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> int:
+    """Into how many parts the entry of a partition cuts its dimension."""
+    return math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def with_axis(spec: PartitionSpec, dim: int | None, axis: str) -> PartitionSpec:
@@ -146,9 +151,3 @@ def automatic_part(spec: PartitionSpec, manual: tuple[str, ...]) -> PartitionSpe
 def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """x with zeros appended until it has `shape`."""
     return jnp.pad(x, [(0, n - k) for n, k in zip(shape, x.shape)]) if x.shape != shape else x
-
-
-def describe_bytes(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of a leaf's share on one device."""
-    ways = math.prod(mesh.shape[a] for axes in spec if axes for a in ((axes,) if isinstance(axes, str) else axes))
-    return math.prod(shape) * itemsize // ways

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from parallel.errors import UserError
 from parallel.schedule.boxes import WORDS, Picture, colour, of_simulation, of_ticks
@@ -35,64 +36,45 @@ def draw_ticks(
 
 def draw(picture: Picture | Simulation, path: str | os.PathLike, title: str = "", unit: str = "") -> str:
     """Draw a picture or a simulation into a .png or .svg file; returns the path. unit: of the time axis."""
+    picture = of_simulation(picture) if isinstance(picture, Simulation) else picture
+    return draw_over({title or heading(picture): picture}, path, unit)
+
+
+def draw_over(pictures: Mapping[str, Picture], path: str | os.PathLike, unit: str = "") -> str:
+    """Draw pictures of one table below one another on one time axis, each under its title, into a .png or .svg file."""
     path = os.fspath(path)
     if not path.endswith(FORMATS):
         raise UserError(f"cannot draw {path!r}: the name ends in one of {', '.join(FORMATS)}")
-    if isinstance(picture, Simulation):
-        picture = of_simulation(picture)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    table = picture.table
-    units = picture.end / picture.unit  # boxes side by side
+    table = next(iter(pictures.values())).table
+    end = max(picture.end for picture in pictures.values())
+    units = max(picture.end / picture.unit for picture in pictures.values())  # boxes side by side
     width = min(max(9.0, 0.125 * units), 44.0)  # inches: two digits fit a box, as long as the page is not too wide
-    height = 0.34 if table.stages <= 16 else 0.24  # of a rank
-    figure = Figure(figsize=(width, height * table.stages + 1.2), dpi=150 if width < 30 else 110)
+    rank = 0.34 if table.stages <= 16 else 0.24  # height of a rank
+    panel = rank * table.stages + 0.75  # with title, axis and labels
+    tall = panel * len(pictures) + 0.45
+    figure = Figure(figsize=(width, tall), dpi=150 if width < 30 else 110)
     FigureCanvasAgg(figure)
-    tall = figure.get_figheight()
-    axes = figure.add_axes((0.62 / width, 0.52 / tall, 1 - 0.8 / width, height * table.stages / tall))
-
-    groups: dict[tuple[str, int], list] = {}
-    for b in picture.boxes:
-        x, y, x2, y2 = b.start, b.rank - 0.46, b.end, b.rank + 0.46
-        groups.setdefault((b.kind, b.chunk), []).append(((x, y), (x2, y), (x2, y2), (x, y2)))
-    points = (width - 0.8) * 72 / picture.end  # of one unit of time
-    edge = 0.4 if picture.unit * points > 4 else 0.0
-    for (kind, chunk), corners in groups.items():
-        face = colour(kind, chunk, table.chunks)
-        line = "#444444" if edge else face
-        axes.add_collection(PolyCollection(corners, facecolors=face, edgecolors=line, linewidths=edge))
-    for b in picture.boxes:
-        room, text = (b.end - b.start) * points, str(b.microbatch)
-        size = min(7.5, room / (0.62 * len(text) + 0.25), height * 72 * 0.62)
-        if size >= 4:  # smaller cannot be read
-            ink = "white" if b.kind == "F" else "black"
-            middle = (b.start + b.end) / 2
-            axes.text(middle, b.rank, text, size=size, ha="center", va="center_baseline", color=ink)
-    if picture.lines and picture.end / len(picture.lines) * points > 6:
-        axes.vlines(picture.lines[1:], -0.5, table.stages - 0.5, colors="#999999", linewidths=0.5, zorder=0)
-    axes.set_xlim(0, picture.end)
-    axes.set_ylim(table.stages - 0.5, -0.5)
-    axes.set_yticks(range(table.stages), [str(r) for r in range(table.stages)], size=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_ylabel("rank", size=9)
+    for i, (title, picture) in enumerate(pictures.items()):
+        bottom = (len(pictures) - 1 - i) * panel + 0.52
+        axes = figure.add_axes((0.62 / width, bottom / tall, 1 - 0.8 / width, rank * table.stages / tall))
+        _paint(axes, picture, (width - 0.8) * 72 / end, rank)
+        axes.set_xlim(0, end)
+        axes.set_title(title, size=10, loc="left", pad=20 if i == 0 else 6)
     axes.set_xlabel(f"time ({unit})" if unit else "time (F, B, W as given)", size=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
     kinds = [k for k in WORDS if k == "F" or not table.forward_only]
     keys = [
         Patch(facecolor=colour(k, 0, table.chunks), edgecolor="#444444", linewidth=0.4, label=f"{k} {WORDS[k]}") for k in kinds
     ]
     keys += [Patch(facecolor="none", edgecolor="none", label="darker: later chunk")] * (table.chunks > 1)
-    top = 1 - 0.1 / tall
-    figure.text(0.62 / width, top, title or heading(picture), size=10, va="top", ha="left")
     figure.legend(
         handles=keys,
         loc="upper left",
-        bbox_to_anchor=(0.5 / width, 1 - 0.3 / tall),
+        bbox_to_anchor=(0.5 / width, 1 - 0.36 / tall),
         ncols=len(keys),
         frameon=False,
         fontsize=7.5,
@@ -102,6 +84,37 @@ def draw(picture: Picture | Simulation, path: str | os.PathLike, title: str = ""
     )
     figure.savefig(path, facecolor="white")
     return path
+
+
+def _paint(axes: Any, picture: Picture, points: float, rank: float) -> None:
+    """The boxes of a picture; points: of one unit of time; rank: height of a rank in inches."""
+    from matplotlib.collections import PolyCollection
+
+    table = picture.table
+    groups: dict[tuple[str, int], list] = {}
+    for b in picture.boxes:
+        x, y, x2, y2 = b.start, b.rank - 0.46, b.end, b.rank + 0.46
+        groups.setdefault((b.kind, b.chunk), []).append(((x, y), (x2, y), (x2, y2), (x, y2)))
+    edge = 0.4 if picture.unit * points > 4 else 0.0
+    for (kind, chunk), corners in groups.items():
+        face = colour(kind, chunk, table.chunks)
+        line = "#444444" if edge else face
+        axes.add_collection(PolyCollection(corners, facecolors=face, edgecolors=line, linewidths=edge))
+    for b in picture.boxes:
+        room, text = (b.end - b.start) * points, str(b.microbatch)
+        size = min(7.5, room / (0.62 * len(text) + 0.25), rank * 72 * 0.62)
+        if size >= 4:  # smaller cannot be read
+            ink = "white" if b.kind == "F" else "black"
+            middle = (b.start + b.end) / 2
+            axes.text(middle, b.rank, text, size=size, ha="center", va="center_baseline", color=ink)
+    if picture.lines and picture.end / len(picture.lines) * points > 6:
+        axes.vlines(picture.lines[1:], -0.5, table.stages - 0.5, colors="#999999", linewidths=0.5, zorder=0)
+    axes.set_ylim(table.stages - 0.5, -0.5)
+    axes.set_yticks(range(table.stages), [str(r) for r in range(table.stages)], size=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_ylabel("rank", size=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def heading(picture: Picture) -> str:

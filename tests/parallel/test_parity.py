@@ -14,7 +14,8 @@ from parity_cases import CASES, Case, missing_pairs
 
 from llm.model import Transformer
 from llm.step import Program
-from parallel import pipeline, schedule
+from parallel import schedule
+from parallel.schedule.slots import RANK_FIELDS
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def base(rows):
 
 def changed_row(program: Program, field: str, change, which: int = -2) -> dict:
     """The table with one field of one busy row changed."""
-    fields = pipeline.RANK_FIELDS
+    fields = RANK_FIELDS
     ranks = program.plan.rows.ranks.copy()
     busy = np.argwhere(ranks[..., fields.index(f"{field[0]}_busy")] == 1)
     tick, rank = busy[which]
