@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 import math
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from llm.kernels import backends, chunked, tiles
+from llm.kernels import backends, tiles
 from llm.kernels.options import Options
 from parallel.axes import AXES
 
 BACKENDS = tuple(backends.TABLE)
-KERNELS = dict(chunked=chunked)
-"""Back end -> module with `prepare`, `forward` and `backward`, which all take and give the same (see kernels/chunked.py)."""
+KERNELS = dict(chunked="chunked", pallas="pallas_attention")
+"""Back end -> module of llm/kernels with `prepare`, `forward` and `backward`; all take and give what chunked.py says."""
 TENSOR = AXES[-1]
 MASKED = tiles.MASKED
 
@@ -121,10 +123,16 @@ def attention(
         ways = _tensor_ways(q.shape[2])
         repeats = ways // math.gcd(ways, k.shape[2])  # as in a replica of keys and values: each device has its own
         k, v = (jnp.repeat(a, repeats, axis=2) if repeats > 1 else a for a in (k, v))
-        options = Options(scale, softcap, name, device if platform == "gpu" else "", ways)
-        rows = KERNELS[name].prepare(mask, q.shape[1], k.shape[1], options)
+        kind = next((kind for kind in ("packed", "window", "full") if kind in features), "causal")
+        options = Options(scale, softcap, name, device if platform == "gpu" else "", kind, ways)
+        rows = kernel(name).prepare(mask, q.shape[1], k.shape[1], options)
         o, lse = run_kernel(options, q, k, v, alibi_slopes, rows)
     return (o, lse) if return_lse else o
+
+
+def kernel(name: str) -> ModuleType:
+    """The module of a back end, imported when it is first needed."""
+    return importlib.import_module(f"llm.kernels.{KERNELS[name]}")
 
 
 def chosen(dtype: str, head_dim: int, features: set[str], platform: str) -> str:
@@ -158,7 +166,7 @@ def run_kernel(options: Options, q, k, v, slopes, rows):
 
 
 def _forward_rule(options, q, k, v, slopes, rows):
-    run = functools.partial(KERNELS[options.backend].forward, options=options)
+    run = functools.partial(kernel(options.backend).forward, options=options)
     specs = (HEADS, HEADS, HEADS, P(TENSOR), P()), (HEADS, P(None, TENSOR))
     o, lse = (checkpoint_name(a, "attention") for a in _by_heads(options, run, *specs)(q, k, v, slopes, rows))
     return (o, lse), (q, k, v, slopes, rows, o, lse)
@@ -168,7 +176,7 @@ def _backward_rule(options, residuals, cotangents):
     q, k, v, slopes, rows, o, lse = residuals
     do, dlse = cotangents
     delta_BTH = tiles.delta(o, do, lse.swapaxes(1, 2), dlse.swapaxes(1, 2))
-    run = functools.partial(KERNELS[options.backend].backward, options=options)
+    run = functools.partial(kernel(options.backend).backward, options=options)
     by_row = P(None, TENSOR)
     specs = (HEADS, HEADS, HEADS, P(TENSOR), P(), by_row, HEADS, by_row), (HEADS, HEADS, HEADS, P(TENSOR))
     gradients = _by_heads(options, run, *specs)(q, k, v, slopes, rows, lse, do, delta_BTH.swapaxes(1, 2))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 
 import jax
@@ -37,13 +38,15 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
-    """What a back end does, forward and backward. head_dims: the smallest, the largest and what divides them."""
+    """What a back end does, forward and backward. head_dims: the smallest, the largest and what divides them. module: what it
+    needs of jax, which a later version may leave out."""
 
     what: str
     platforms: tuple[str, ...]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     head_dims: tuple[int, int, int] = (1, 2**30, 1)
     features: frozenset[str] = frozenset(FEATURES)
+    module: str = "jax"
 
     def lacks(self, need: Need, platform: str) -> str:
         """The first thing of `need` that it cannot do, "" if it can do all."""
@@ -55,15 +58,19 @@ class Capability:
             return f"the type {need.dtype}"
         if not low <= need.head_dim <= high or need.head_dim % step:
             return f"heads of size {need.head_dim}"
-        return missing[0] if missing else ""
+        if missing:
+            return missing[0]
+        return "" if importlib.util.find_spec(self.module) else f"without {self.module}, which this version of jax has not"
 
 
+TRITON = "jax.experimental.pallas.triton"
 PLATFORMS = ("cpu", "gpu", "rocm", "tpu")
 TABLE = dict(
     reference=Capability("dense, fp32 softmax", PLATFORMS, ("float64", "float32", "bfloat16", "float16", "mixed")),
     chunked=Capability("tiles in plain JAX, O(T) memory", PLATFORMS, ("float32", "bfloat16", "float16", "mixed")),
+    pallas=Capability("own kernels, O(T) memory; a CPU interprets them", ("cpu", "gpu"), head_dims=(1, 256, 1), module=TRITON),
 )
-ORDER = dict(cpu=("chunked",), gpu=("chunked",), rocm=("chunked",), tpu=("chunked",))
+ORDER = dict(cpu=("chunked",), gpu=("pallas", "chunked"), rocm=("chunked",), tpu=("chunked",))
 """What `auto` tries, the fastest first."""
 FALL_BACK = dict(gpu="chunked", rocm="chunked", tpu="chunked")
 """What no one would ask for on a platform, but that does everything: refused when strict."""

@@ -109,9 +109,8 @@ def _backward_tile(q, k, v, slopes, rows, lse, do, delta, options):
 
 
 # ----------------------------------------------------------------------------------------------- loops
-def _block(size: int, options: Options) -> int:
+def _block(size: int, limit: int) -> int:
     """The size of equal tiles that cover `size` with little padding."""
-    limit = options.block or BLOCK
     return -(-size // -(-size // limit))
 
 
@@ -128,7 +127,8 @@ def _take(a, axis, i, block):
 
 def _plan(q, k, rows, options):
     """Sizes of tiles, padded intervals, and which tiles of keys any row of the batch sees of each tile of queries."""
-    bq, bk = _block(q.shape[3], options), _block(k.shape[1], options)
+    block = options.block or BLOCK
+    bq, bk = _block(q.shape[3], block), _block(k.shape[1], options.block_k or block)
     lo, hi = _pad(rows[0], 1, bq, k.shape[1]), _pad(rows[1], 1, bq)
     first, stop = tiles.bounds(lo, hi, bq, bk)
     return bq, bk, lo, hi, first.min(0), stop.max(0)

@@ -5,12 +5,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """scale and softcap: as in llm.attention. backend: which kernel. device: the kind of GPU, "" for others; tensor: over how
-    many devices of the tensor axis the heads are split. block: a size of all tiles, for tests (0: the kernel's own)."""
+    """scale and softcap: as in llm.attention. backend: which kernel. device: the kind of GPU, "" for others, where Pallas
+    interprets. mask: causal, full, window or packed. tensor: over how many devices of the tensor axis the heads are split.
+    block, block_k: rows of queries and of keys in a tile, for tests (0: the kernel's own; as those of queries)."""
 
     scale: float
     softcap: float | None = None
     backend: str = "chunked"
     device: str = ""
+    mask: str = "causal"
     tensor: int = 1
     block: int = 0
+    block_k: int = 0

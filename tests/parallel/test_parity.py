@@ -28,7 +28,10 @@ def test_every_pair_of_values_occurs():
     assert any(np.prod(list(c.sizes.values())) == 8 and min(c.sizes.values()) == 2 for c in CASES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SMOKE = CASES[:2] + CASES[5:6]  # of each idle mode, fused and split, with every axis
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.smoke if c in SMOKE else ()) for c in CASES], ids=str)
 def test_parity(case, rows):
     groups: dict[bool, list[Program]] = {}
     for one in case.schedules():

@@ -10,7 +10,9 @@ import reference
 from parity import LENGTH, ROWS, VOCAB, compiled, program_of, random_params, run, shared_plan, wanted
 from parity_cases import Case
 
+from llm.step import COSTS
 from parallel import pipeline, schedule
+from parallel.schedule import table_csv
 from parallel.schedule.registry import SCHEDULES
 
 PLACEMENTS = {
@@ -71,6 +73,26 @@ def test_schedules_that_compute_in_idle_slots(name, shape, rows):
     params = random_params(program)
     differences = reference.difference(wanted(program, params, rows), run(program, compiled(program), params, rows))
     assert max(differences.values()) < 1e-5, differences
+
+
+def test_a_table_from_a_file_and_a_searched_one(rows, tmp_path, monkeypatch):
+    """A CSV file of the user's own runs as it stands; `auto` trains with the table that costs least in ticks."""
+    monkeypatch.chdir(tmp_path)
+    table_csv.save(schedule.make("zb-v", 4, 6), "mine.csv")
+    mine = program_of(dataclasses.replace(CASE, schedule="mine.csv", backward="auto"))
+    auto = program_of(dataclasses.replace(CASE, schedule="auto", backward="auto"))
+    costs = COSTS["selective"]
+    best = min(
+        schedule.best_packing(schedule.make(name, 4, 6, costs=costs), costs, "skip").cost(*costs, idle="skip")
+        for names in PLACEMENTS.values()
+        for name in names
+    )
+    assert auto.tick_table.cost(*costs, idle="skip") <= best + 1e-9
+    assert mine.table.ranks == schedule.make("zb-v", 4, 6).ranks
+    for program in (mine, auto):
+        params = random_params(program)
+        differences = reference.difference(wanted(program, params, rows), run(program, compiled(program), params, rows))
+        assert max(differences.values()) < 1e-5, differences
 
 
 def test_slots_equal_the_simulated_peaks():

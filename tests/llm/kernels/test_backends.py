@@ -47,7 +47,7 @@ def test_a_strict_call_does_not_fall_back():
 def test_who_cannot_do_it_refuses():
     with pytest.raises(UserError, match=r"chunked cannot do the type float64; these can: reference"):
         select(Need("float64", 8), "cpu", "chunked")
-    with pytest.raises(UserError, match=r"no attention back end 'flash'; choose auto or one of reference, chunked"):
+    with pytest.raises(UserError, match=r"no attention back end 'flash'; choose auto or one of reference, chunked, pallas"):
         select(Need("float32", 8), "cpu", "flash")
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.attention import KERNELS, MaskSpec, attention, run_kernel
+from llm.attention import KERNELS, MaskSpec, attention, kernel, run_kernel
 from llm.kernels.options import Options
 from parallel import hlo
 
@@ -55,7 +55,7 @@ def results(backend, mask, arrays, block, scale=None, softcap=None, slopes=None)
             o, lse = attention(q, k, v, mask, **how, return_lse=True, backend=backend)
         else:
             options = Options(scale or q.shape[-1] ** -0.5, softcap, backend, block=block)
-            o, lse = run_kernel(options, q, k, v, slopes, KERNELS[backend].prepare(mask, q.shape[1], k.shape[1], options))
+            o, lse = run_kernel(options, q, k, v, slopes, kernel(backend).prepare(mask, q.shape[1], k.shape[1], options))
         return (o * do).sum(dtype=jnp.float32) + (jnp.where(jnp.isfinite(lse), lse, 0) * dlse).sum(), (o, lse)
 
     wanted = (0, 1, 2) if slopes is None else (0, 1, 2, 3)
@@ -135,7 +135,7 @@ def traced(mask_name, length, block, groups=2):
 
     def run(q, k, v):
         o, pull = jax.vjp(
-            lambda *a: run_kernel(options, *a, None, KERNELS["chunked"].prepare(mask, length, length, options)), q, k, v
+            lambda *a: run_kernel(options, *a, None, kernel("chunked").prepare(mask, length, length, options)), q, k, v
         )
         return o, pull(o)
 
@@ -168,5 +168,5 @@ def test_tiles_that_nobody_sees_are_not_computed():
     ids = jnp.asarray([[0] * 64 + [1] * 64] * B, jnp.int32)
     k = jnp.ones((B, 128, 1, 8)).at[:, :64].set(jnp.nan)
     options, mask = Options(1.0, None, "chunked", block=32), MaskSpec(q_segment_ids=ids, kv_segment_ids=ids)
-    o, _ = jax.jit(functools.partial(run_kernel, options))(k, k, k, None, KERNELS["chunked"].prepare(mask, 128, 128, options))
+    o, _ = jax.jit(functools.partial(run_kernel, options))(k, k, k, None, kernel("chunked").prepare(mask, 128, 128, options))
     assert np.isfinite(o[:, 64:]).all()
