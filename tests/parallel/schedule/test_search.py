@@ -44,7 +44,7 @@ def test_never_worse_than_a_named_schedule(objective):
 
 @pytest.mark.parametrize("idle", ["skip", "compute"])
 def test_never_more_ticks_than_a_named_schedule(idle):
-    for p, m, costs, _, memory, chunks in cases(30, idle):
+    for p, m, costs, _, memory, chunks in cases(100, idle):
         found = search_ticks(p, m, costs, memory, chunks, idle, effort=0.02)
         ticks = found.ticks.validate()
         assert ticks.cost(*costs, idle=idle) == pytest.approx(found.value)
