@@ -25,7 +25,7 @@ def get_config() -> Config:
     return Config(
         model=ModelConfig(layers=8, width=128, heads=4, kv_heads=2, vocab=1024),
         mesh=MeshConfig(pipe=4, data=2),
-        pipeline=PipelineConfig(schedule="interleaved", chunks=2, microbatches=8),
+        pipeline=PipelineConfig(schedule="interleaved", microbatches=8),
         batch=BatchConfig(rows=16, length=128),
         data=DataConfig(paths=("llm/data/text",)),
         optimizer=OptimizerConfig(name="muon", lr=5e-3),

@@ -5,7 +5,7 @@ from parallel.schedule.search import search
 from parallel.schedule.simulate import simulate
 from parallel.schedule.table import Action, ScheduleError, Table, place, stage_of
 from parallel.schedule.tick_search import best_packing, search_ticks
-from parallel.schedule.ticks import TickTable, pack
+from parallel.schedule.ticks import TickTable, best_ticks, pack
 
 __all__ = [
     "SCHEDULES",
@@ -14,6 +14,7 @@ __all__ = [
     "Table",
     "TickTable",
     "best_packing",
+    "best_ticks",
     "make",
     "make_forward",
     "pack",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
 from parallel.schedule.boxes import Picture, of_simulation, of_ticks
-from parallel.schedule.draw import FORMATS, ascii_timeline, draw
+from parallel.schedule.draw import FORMATS, ascii_timeline
+from parallel.schedule.draw import draw as draw_picture
 from parallel.schedule.html import save_html
 from parallel.schedule.registry import SCHEDULES, make
 from parallel.schedule.search import OBJECTIVES, lower_bound, search
@@ -16,7 +18,7 @@ from parallel.schedule.simulate import simulate
 from parallel.schedule.table import Table
 from parallel.schedule.table_csv import save
 from parallel.schedule.tick_search import search_ticks
-from parallel.schedule.ticks import SHAPES, TickTable, pack
+from parallel.schedule.ticks import best_ticks
 from parallel.schedule.trace import save_trace
 
 IDLE = ("skip", "compute")
@@ -85,8 +87,10 @@ def schedule(
     lines = summary(document)
     picture = _picture(table, times, comm, ticks)
     written = []
+    for file in filter(None, (draw, trace, csv)):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
     if draw:
-        written.append(save_html(picture, draw) if draw.endswith(".html") else _draw(picture, draw))
+        written.append(save_html(picture, draw) if draw.endswith(".html") else draw_picture(picture, draw))
     if trace:
         written.append(save_trace(picture, trace))
     if csv:
@@ -108,11 +112,6 @@ def parse_costs(costs: str | Sequence[float]) -> tuple[float, float, float]:
     if len(times) != 3 or min(times) < 0 or not 0 < sum(times) < float("inf"):
         raise UserError(f"costs are three times F,B,W like 1,1,0.65, at least 0 and not all 0; not {costs!r}")
     return times
-
-
-def best_ticks(table: Table, costs: Sequence[float], idle: str = "skip") -> TickTable:
-    """The table in the cheaper shape of ticks, its order kept. Raises UserError for a placement that does not execute."""
-    return min((pack(table, shape) for shape in SHAPES), key=lambda t: t.cost(*costs, idle=idle))
 
 
 def facts(table: Table, costs: tuple[float, float, float], comm: float = 0.0) -> dict[str, Any]:
@@ -270,6 +269,3 @@ def comparison(
 
 def _picture(table: Table, costs, comm: float, ticks: bool) -> Picture:
     return of_ticks(best_ticks(table, costs), costs) if ticks else of_simulation(simulate(table, costs, comm))
-
-
-_draw = draw

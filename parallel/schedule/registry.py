@@ -35,8 +35,7 @@ class Schedule:
 
     build: Ask -> Table. rule: its constraints in a few words. chunks: the default number of chunks a rank; free_chunks:
     others work. grouped: knows groups of microbatches. split: in its own form W is apart from B. executable: the
-    trainer can run it. timed: its order depends on costs. needs: a rule that stages and microbatches must keep, else it
-    raises.
+    trainer can run it. timed: its order depends on costs.
     """
 
     build: Callable[[Ask], Table]
@@ -159,7 +158,8 @@ def make(
 
     chunks, group: 0 for the schedule's own. backward: 'whole' (BW), 'split' (W apart and deferred) or '' for the
     schedule's own. costs, comm: times of F, B, W of one full rank and the delay between ranks, for schedules that are
-    fitted to them. memory: microbatches that a rank may hold, for those that know a limit (0: their own). Raises
+    fitted to them. memory: microbatches that a rank may hold, for those that know a limit (0: their own). idle: the
+    executor's idle mode, for which `auto` then searches ticks ('': the asynchronous machine). Raises
     UserError that names the schedule's rule when the combination is impossible.
     """
     if stages < 1 or microbatches < 1 or chunks < 0 or group < 0 or memory < 0:

@@ -225,6 +225,11 @@ def pack(table: Table, shape: str = "pairs", order: str = "keep") -> TickTable:
     return TickTable(table, shape, (_keep if order == "keep" else _retime)(table, shape == "single"), order)
 
 
+def best_ticks(table: Table, costs: tuple[float, float, float] = (1, 1, 1), idle: str = "skip") -> TickTable:
+    """The table in the cheaper shape of ticks; each rank keeps its order, and so its memory. Raises as `pack` does."""
+    return min((pack(table, shape) for shape in SHAPES), key=lambda ticks: ticks.cost(*costs, idle=idle))
+
+
 def _keep(table: Table, single: bool) -> dict[tuple[str, int, int], int]:
     grid, at = table.stage_grid, {}
     last = [(-1, 2)] * table.stages  # (tick, slot) that a rank filled last
