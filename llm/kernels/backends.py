@@ -68,7 +68,7 @@ PLATFORMS = ("cpu", "gpu", "rocm", "tpu")
 TABLE = dict(
     reference=Capability("dense, fp32 softmax", PLATFORMS, ("float64", "float32", "bfloat16", "float16", "mixed")),
     chunked=Capability("tiles in plain JAX, O(T) memory", PLATFORMS, ("float32", "bfloat16", "float16", "mixed")),
-    pallas=Capability("own kernels, O(T) memory; a CPU interprets them", ("cpu", "gpu"), head_dims=(1, 256, 1), module=TRITON),
+    pallas=Capability("own Pallas kernels, O(T) memory", ("cpu", "gpu"), head_dims=(1, 256, 1), module=TRITON),
 )
 ORDER = dict(cpu=("chunked",), gpu=("pallas", "chunked"), rocm=("chunked",), tpu=("chunked",))
 """What `auto` tries, the fastest first."""

@@ -15,7 +15,7 @@ from jax import lax
 from parallel import vocabulary
 
 MASKED = -1e30
-CHUNK_BYTES = 2**28
+CHUNK_BYTES = 2**29
 """Of a chunk's fp32 logits on one rank of the pipe; more is faster: each chunk reads and writes the gradient of w."""
 
 
@@ -71,10 +71,31 @@ def log_probabilities(
     return _both(h_BSD, w_VD, targets_BS, vocab, softcap, chunk)[0]
 
 
+def likelihood(
+    h_BSD: jax.Array, w_VD: jax.Array, targets_BS: jax.Array, vocab: int, softcap: float = 0.0, chunk: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each target (fp32), and whether it is the most likely token (of equal ones the lowest id), [B, S]."""
+
+    def one(h_BSD, targets_BS):
+        logits_BSV = local_logits(h_BSD, w_VD, vocab, softcap)
+        logp_BS, _, _, hot_BSV = _statistics(logits_BSV, targets_BS)
+        target_BS = vocabulary.total(jnp.where(hot_BSV, logits_BSV, 0).sum(-1))[..., None]
+        ids_V = lax.axis_index(vocabulary.AXIS) * w_VD.shape[0] + jnp.arange(w_VD.shape[0])
+        before_BSV = (logits_BSV > target_BS) | ((logits_BSV == target_BS) & (ids_V < targets_BS[..., None]))
+        return logp_BS, vocabulary.total(before_BSV.sum(-1)) == 0
+
+    return _each_chunk(one, h_BSD, targets_BS, len(w_VD), chunk)
+
+
 def _both(h_BSD, w_VD, targets_BS, vocab, softcap, chunk):
     """Log-probability of each target and log-sum-exp, [B, S]."""
     one = lambda h_BSD, targets_BS: _statistics(local_logits(h_BSD, w_VD, vocab, softcap), targets_BS)[:2]
-    n = _chunks(targets_BS.size, len(w_VD), chunk)
+    return _each_chunk(one, h_BSD, targets_BS, len(w_VD), chunk)
+
+
+def _each_chunk(one, h_BSD, targets_BS, rows, chunk):
+    """one(h_BSD, targets_BS) -> arrays [B, S], of all chunks together."""
+    n = _chunks(targets_BS.size, rows, chunk)
     if n == 1:
         return one(h_BSD, targets_BS)
     _, out = lax.scan(lambda _, xs: (None, one(*xs)), None, (_cut(h_BSD, n), _cut(targets_BS, n)))

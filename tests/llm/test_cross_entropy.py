@@ -219,9 +219,9 @@ def test_one_pass_when_the_weights_are_known_and_no_loop_when_one_chunk_is_enoug
 
 
 def test_the_size_of_a_chunk_follows_from_the_rows_of_a_rank():
-    assert cross_entropy._chunks(8192, 131072, 0) == 16
-    assert cross_entropy._chunks(8192, 131072 // 8, 0) == 2
-    assert cross_entropy._chunks(1024, 32768, 0) == 1
+    assert cross_entropy._chunks(8192, 131072, 0) == 8
+    assert cross_entropy._chunks(8192, 131072 // 4, 0) == 2
+    assert cross_entropy._chunks(4096, 32768, 0) == 1
 
 
 def test_the_pipeline_trains_alike_with_chunks(monkeypatch):

@@ -43,7 +43,7 @@ def mask_of(name: str, queries: int, keys: int) -> MaskSpec:
     )[name]
 
 
-def results(backend, mask, arrays, block, scale=None, softcap=None, slopes=None):
+def results(backend, mask, arrays, block, block_k=0, scale=None, softcap=None, slopes=None):
     """(o, lse, gradients of q, k, v and slopes)."""
     q, k, v, slopes = (None if a is None else jnp.asarray(a) for a in (*arrays, slopes))
     shape = (B, q.shape[1], q.shape[2])
@@ -54,7 +54,7 @@ def results(backend, mask, arrays, block, scale=None, softcap=None, slopes=None)
             how = dict(scale=scale, softcap=softcap, alibi_slopes=slopes)
             o, lse = attention(q, k, v, mask, **how, return_lse=True, backend=backend)
         else:
-            options = Options(scale or q.shape[-1] ** -0.5, softcap, backend, block=block)
+            options = Options(scale or q.shape[-1] ** -0.5, softcap, backend, block=block, block_k=block_k)
             o, lse = run_kernel(options, q, k, v, slopes, kernel(backend).prepare(mask, q.shape[1], k.shape[1], options))
         return (o * do).sum(dtype=jnp.float32) + (jnp.where(jnp.isfinite(lse), lse, 0) * dlse).sum(), (o, lse)
 
@@ -116,13 +116,20 @@ def test_half_precision_is_within_twice_the_error_of_the_reference(backend, dtyp
         assert error <= 2 * allowed + 1e-6, name
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(("block", "block_k"), [(16, 64), (64, 16)])
+def test_tiles_need_not_be_square(backend, block, block_k):
+    check(backend, "packed_window", 65, 65, 4, 2, 32, block, block_k=block_k)
+    check(backend, "causal", 65, 130, 2, 2, 32, block, block_k=block_k, value_dim=24)
+
+
 def test_one_tile_is_that_of_the_reference():
     for name, (sizes, how) in CASES.items():
         if name in ("packed", "sides", "alibi_cap"):
             check("chunked", *sizes, block=0, value_dim=24, **how)
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.sampled_from(["causal", "window", "packed"]), st.integers(1, 40), st.integers(1, 40), st.sampled_from([5, 8, 13]))
 def test_any_length_and_tile(mask, queries, keys, block):
     check("chunked", mask, queries, keys, 2, 1, 8, block)
