@@ -148,7 +148,7 @@ def _overview(commands: Mapping[str, Command]) -> str:
             *_columns(rows),
             "",
             "python main.py COMMAND --help lists a command's flags and the configuration.",
-            "Exit codes: 0 done, 1 failed, 2 wrong input, 3 does not fit, 4 a check failed, 70 hung, 75 interrupted and saved.",
+            "Exit codes: 0 done, 1 failed, 2 wrong input, 3 does not fit, 4 a check failed, 75 interrupted and saved.",
         ]
     )
 
@@ -181,7 +181,7 @@ def _option(name: str, option: tuple[dataclasses.Field, Any]) -> tuple[str, str]
 
 
 def _meaning(flag: Flag) -> str:
-    shows_default = flag.default not in (None, (), False, 0, -1) or isinstance(flag.default, float)
+    shows_default = flag.default not in (None, (), False, 0, -1, "") or isinstance(flag.default, float)
     return f"{flag.text} (default {flag.default})" if shows_default else flag.text
 
 

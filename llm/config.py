@@ -12,7 +12,7 @@ from parallel.errors import UserError
 
 
 def option(default: Any, text: str, choices: tuple = (), low: float | None = None, below: float | None = None) -> Any:
-    """A dataclass field with its one-line meaning and possible values: choices, or the least and a a bound."""
+    """A dataclass field with its one-line meaning and possible values: choices, or the least and a strict upper bound."""
     return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "low": low, "below": below})
 
 

@@ -73,10 +73,6 @@ class Metrics:
             self.wandb.log({"sample": prompt + text}, step=step)
         self.line.say(f"step {step}: sample: {prompt}{text}")
 
-    def say(self, text: str) -> None:
-        """A line for the reader."""
-        self.line.say(text)
-
     def close(self) -> None:
         """Finish all sinks."""
         self.line.close()

@@ -11,6 +11,7 @@ import numpy as np
 from llm.config import Config
 from llm.run import open_run
 from llm.step import COSTS, Program
+from llm.workdir import load_config
 from parallel.errors import UserError
 from parallel.schedule.boxes import of_ticks
 from parallel.schedule.draw import draw_over
@@ -26,10 +27,9 @@ def measure(program: Program, params: Any, batch: dict[str, np.ndarray], repeats
     finished the one before until the slowest rank has finished it. The first tick includes what comes before it (casts and
     gathers of the weights)."""
     stamps: list[tuple[float, int]] = []
-    stamped = Program(program.config, program.devices)
     stamp = lambda rank, tick, _: stamps.append((time.perf_counter(), int(tick)))
-    vars(stamped)["plan"] = dataclasses.replace(program.plan, stamp=stamp)
-    step = jax.jit(stamped.gradients)
+    stamped = dataclasses.replace(program, stamp=stamp)
+    step = stamped.jit(stamped.gradients)
     state = dict(params=params, step=np.int32(0))
     runs = []
     with jax.set_mesh(program.mesh):
@@ -49,16 +49,20 @@ def measure(program: Program, params: Any, batch: dict[str, np.ndarray], repeats
 def timeline(workdir: str | Path, config: Config | None = None, step: int | None = None, picture: str = "") -> dict[str, Any]:
     """Measure the ticks of a run's training step in the layout of `config` (None: the run's own) and draw them.
 
+    Inside a tick the measured time is shared by F, B and W as the costs say. It means most where each rank has a device of
+    its own.
+
     picture: where to, .png or .svg; WORKDIR/timeline.png by default. Predicted times are the relative times of F, B and W
     (llm.step.COSTS) scaled to the measured total. Returns schedule, ticks, predicted_s and measured_s (lists), error_pct
     (mean absolute error of a tick in percent of the mean tick) and picture. Raises UserError."""
-    run = open_run(workdir, step, config)
-    program = run.program
-    if program.mesh.shape["tensor"] > 1:
+    config = config or load_config(workdir)
+    if config.mesh.tensor > 1:
         raise UserError(
-            f"timeline measures ranks of the pipe, and mesh.tensor={program.mesh.shape['tensor']} splits each over devices: "
+            f"timeline measures ranks of the pipe, and mesh.tensor={config.mesh.tensor} splits each over devices: "
             "add --config.mesh.tensor=1"
         )
+    run = open_run(workdir, step, config)
+    program = run.program
     rows, length = program.batch_shape
     measured = measure(program, run.params, run.corpus.batch(run.config.train.seed, run.step, rows, length))
     costs = COSTS[run.config.pipeline.remat]

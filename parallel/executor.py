@@ -64,7 +64,7 @@ class Executor:
         self.index_CL, self.rows = index_CL, plan.rows
         self.skip, self.train = plan.idle == "skip", predict is None
         self.fused = plan.ticks.fused and self.train
-        self.guarded = not all(plan.layout.always)
+        self.guarded = not plan.layout.full
         self.carry = jax.eval_shape(model.embed, self.shared, self._side(0))
 
     # ------------------------------------------------------------------------------------------- small pieces
@@ -102,11 +102,12 @@ class Executor:
         """Gradient accumulators keep their parameters' sharding over `tensor`."""
         if self.plan.mesh.shape["tensor"] == 1:
             return tree
-        auto = lambda spec: automatic_part(partition(spec, self.plan.layout, self.plan.mesh.shape), MANUAL_AXES)
-        drop = lambda spec, g: P(auto(spec)[0], *auto(spec)[2:]) if spec.stacked else auto(spec)
-        specs = self.plan.specs
-        like = dict({k: specs[k] for k in self.shared}, layers=specs["layers"])
-        return jax.tree.map(lambda spec, g: lax.with_sharding_constraint(g, drop(spec, g)), like, tree)
+
+        def one(spec, g):
+            auto = automatic_part(partition(spec, self.plan.layout, self.plan.mesh.shape), MANUAL_AXES)
+            return lax.with_sharding_constraint(g, P(auto[0], *auto[2:]) if spec.stacked else auto)  # without `pipe`
+
+        return jax.tree.map(one, self.plan.specs, tree)
 
     # ------------------------------------------------------------------------------------------- chunks
     def _cut(self, state) -> Split:
@@ -114,29 +115,33 @@ class Executor:
         if keep is not None:
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*keep))
         one = jax.tree.map(lambda a: a[0, 0], self.layers)
-        lead = 3 if self.plan.state_per_microbatch else 2
+        lead = 4 if self.plan.state_per_microbatch else 3
         state = jax.tree.map(lambda a: a[(0,) * lead], state)
         ctx = (jnp.zeros((), jnp.int32), self._side(0))
         return split(layer, one, ctx, state, self.carry, self.plan.seeds, fused=self.fused)
 
-    # Layers, residuals and gradients are read and written one layer at a time, where they lie: no chunk is ever copied.
-    def _f_chunk(self, k, state, x, stash):
-        """(y, stash, state, sums) of the F slot's chunk."""
+    # Layers, states, residuals and gradients are read and written one layer at a time, where they lie: no chunk is ever copied.
+    def _f_chunk(self, k, x, stash, states):
+        """(y, stash, states, sums) of the F slot's chunk."""
         side, slots = self._side(k["F_m"]), {name: k[f"F_{name}"] for name in stash}
+        where = (k["F_c"], 0, k["F_m"]) if self.plan.state_per_microbatch else (k["F_c"], 0)  # the 0 is this rank of the pipe
 
-        def body(carry, xs):
-            (x, stash), (i, state) = carry, xs
+        def body(carry, i):
+            x, stash, states = carry
             w, index = _at((self.layers, self.index_CL), k["F_c"], i)
+            state = _at(states, *where, i)
             if self.train:
                 run = lambda: self.cut.forward(w, (index, side), state, x)
             else:
                 run = lambda: (*self.model.layer(w, (index, side), state, x), [], [])
-            y, state, sums, a, aw = self._layer(index, run, x, state)
+            y, new, sums, a, aw = self._layer(index, run, x, state)
             made = dict(a=a, aw=aw)
-            return (y, {name: _put(all_, made[name], slots[name], i) for name, all_ in stash.items()}), (state, sums)
+            stash = {name: _put(all_, made[name], slots[name], i) for name, all_ in stash.items()}
+            new = new if self.skip else _choose(k["F_busy"] > 0, new, state)
+            return (y, stash, _put(states, new, *where, i)), sums
 
-        (y, stash), (state, sums) = self._loop(body, (x, stash), (jnp.arange(self.plan.layout.slots), state))
-        return y, stash, state, jax.tree.map(lambda s: s.sum(0), sums)
+        (y, stash, states), sums = self._loop(body, (x, stash, states), jnp.arange(self.plan.layout.slots))
+        return y, stash, states, jax.tree.map(lambda s: s.sum(0), sums)
 
     def _b_chunk(self, k, s, into):
         """(dx, into) of the B slot's chunk; into: what B hands to W, or when fused the gradients of all layers."""
@@ -178,17 +183,13 @@ class Executor:
         return s
 
     def _f_slot(self, k, s):
-        busy, c, m = k["F_busy"], k["F_c"], k["F_m"]
+        busy = k["F_busy"]
         embed = lambda: jax.tree.map(vocabulary.total, self.model.embed(self.shared, self._side(k["enter"])))
         entering = lax.cond(k["enter"] >= 0, embed, lambda: self._blank(self.carry))
         x = _choose(k["F_first"] > 0, entering, _at(s["x"], k["F_x"]))
-        where = (c, m) if self.plan.state_per_microbatch else (c,)
-        old = _at(s["state"], *where)
-        stash = {name: s[name] for name in ("a", "aw") if self.train}
-        idle = lambda stash: (self._blank(self.carry), stash, old, self._blank(s["layer_sums"]))
-        y, stash, state, sums = self._slot(busy, lambda stash: self._f_chunk(k, old, x, stash), idle, stash)
-        state = _choose(busy > 0, state, old)
-        s["state"] = jax.tree.map(lambda all_, one: all_.at[where].set(one), s["state"], state)
+        into = {name: s[name] for name in ("a", "aw") if self.train}, s["state"]
+        idle = lambda into: (self._blank(self.carry), *into, self._blank(s["layer_sums"]))
+        y, stash, s["state"], sums = self._slot(busy, lambda into: self._f_chunk(k, x, *into), idle, into)
         s["layer_sums"] = jax.tree.map(lambda t, one: t + jnp.where(busy > 0, one, 0), s["layer_sums"], sums)
         for way in self.rows.moves["x"]:
             s["x"] = _put(s["x"], self._permute(y, way), k[f"x_{way}"])
@@ -227,7 +228,7 @@ class Executor:
         size = lambda name: (self.rows.slots[name] + 1,)  # the last slot is the waste bin
         s = dict(x=self._blank(self.carry, size("x")), state=state)
         k = dict.fromkeys(RANK_FIELDS, 0)
-        sums = jax.eval_shape(lambda: self._f_chunk(k, self._first(state), self._blank(self.carry), {})[3])
+        sums = jax.eval_shape(lambda: self._f_chunk(k, self._blank(self.carry), {}, state)[3])
         s["layer_sums"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums)
         if not self.train:
             out = jax.eval_shape(lambda: self.predict(self.shared, self._blank(self.carry), self._side(0)))
@@ -247,9 +248,6 @@ class Executor:
         """Tells the host that this rank has computed everything of a tick: one number of each result is asked for."""
         some = [a[(0,) * a.ndim].astype(jnp.float32) for a in jax.tree.leaves(s)]
         jax.debug.callback(self.plan.stamp, lax.axis_index("pipe"), tick, sum(some), ordered=False)
-
-    def _first(self, state):
-        return _at(state, *(0, 0)[: 1 + self.plan.state_per_microbatch])
 
     def run(self, state, table):
         """All ticks; returns what the scan carried at the end, gradients not yet summed over the batch axes."""

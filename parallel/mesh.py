@@ -25,8 +25,3 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
         )
     grid = np.array(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The product of the sizes of some axes."""
-    return math.prod(mesh.shape[axis] for axis in axes)

@@ -93,6 +93,7 @@ def make_plan(mesh: Mesh, layout: Layout, specs: Tree, ticks: TickTable, **optio
 
 SIDE = P(None, BATCH_AXES)  # leaves of side: [microbatches, rows, ...]
 STATE = P(None, "pipe")  # leaves of state: [chunks, pipe, (microbatches,) slots, ...]
+STATE_OF_ROWS = P(None, "pipe", None, None, BATCH_AXES)  # those that hold something of every row: [..., slots, rows, ...]
 
 
 def gradients(model: Model, plan: Plan, denominator: Callable[[Tree], jax.Array]) -> Callable:
@@ -105,27 +106,27 @@ def gradients(model: Model, plan: Plan, denominator: Callable[[Tree], jax.Array]
     def run(params, state, side, index_CPL, table):
         scale = 1 / lax.psum(denominator(side), SUM_AXES)
         executor = Executor(model, plan, _gathered(plan, params), side, index_CPL[:, 0], scale)
-        end = executor.run(jax.tree.map(lambda a: a[:, 0], state), table)
+        end = executor.run(state, table)
         grads = dict(end["g_shared"], layers=jax.tree.map(lambda g: g[:, None], end["g_layers"]))
         sums = jax.tree.map(lambda s: lax.psum(s, SUM_AXES), {**end["sums"], **end["layer_sums"]})
-        return sums, _reduced(plan, grads), jax.tree.map(lambda a: a[:, None], end["state"])
+        return sums, _reduced(plan, grads), end["state"]
 
     specs = plan.manual_specs()
     return _manual(plan, run, (specs, STATE, SIDE), (P(), specs, STATE))
 
 
-def outputs(model: Model, plan: Plan, predict: Callable[[Tree, Tree, Tree], Tree]) -> Callable:
+def outputs(model: Model, plan: Plan, predict: Callable[[Tree, Tree, Tree], Tree], sharding: P = STATE) -> Callable:
     """step(params, state, side, table) -> (predict's outputs, state): the same executor on a forward-only table.
 
     predict(shared, carry, side) runs in the vocabulary slot, on all ranks together; its leaves [rows, ...] come back as
-    [M, rows, ...]."""
+    [M, rows, ...]. sharding: STATE or STATE_OF_ROWS."""
 
     def run(params, state, side, index_CPL, table):
         executor = Executor(model, plan, _gathered(plan, params), side, index_CPL[:, 0], None, predict)
-        end = executor.run(jax.tree.map(lambda a: a[:, 0], state), table)
-        return end["out"], jax.tree.map(lambda a: a[:, None], end["state"])
+        end = executor.run(state, table)
+        return end["out"], end["state"]
 
-    return _manual(plan, run, (plan.manual_specs(), STATE, SIDE), (SIDE, STATE))
+    return _manual(plan, run, (plan.manual_specs(), sharding, SIDE), (SIDE, sharding))
 
 
 def _manual(plan: Plan, run: Callable, in_specs: tuple, out_specs: tuple) -> Callable:

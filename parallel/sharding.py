@@ -49,9 +49,9 @@ class Layout:
         return self.index_CPL.shape[2]
 
     @property
-    def always(self) -> list[bool]:
-        """For each slot, whether every chunk of every rank has a layer in it."""
-        return [bool(full) for full in (self.index_CPL >= 0).all(axis=(0, 1))]
+    def full(self) -> bool:
+        """Whether every slot has a layer."""
+        return bool((self.index_CPL >= 0).all())
 
 
 def make_layout(layers: int, placement: str, pipe: int, chunks: int, per_chunk: tuple[int, ...] = ()) -> Layout:
