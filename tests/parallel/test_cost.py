@@ -215,8 +215,7 @@ def test_zero_splits_the_optimizer_state(optimizer):
     """Bytes per device fall to 1/data, but for counters and the leaves that have no dimension that divides."""
     model = dict(width=512, heads=2, head_dim=34, ffn=1024, layers=4, bias=True)
     tiny = 16  # bytes of a counter
-    # Biases, of two chunks each: of two heads of 34, which 4 does not divide; of the MLP's hidden units (tensor's dimension).
-    whole_leaves = {4 * 2 * 2 * 34, 4 * 2 * 1024}
+    whole_leaves = {4 * 2 * 2 * 34}  # a bias of two heads of 34, in two chunks: 4 divides no dimension
 
     def shares(data: int, zero: int) -> list[int]:
         one = program(dict(pipe=2, data=data), model=model, zero=zero, optimizer=dict(name=optimizer))
