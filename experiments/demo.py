@@ -27,8 +27,9 @@ def main() -> int:
     config = request_devices(get_config())
     # jax makes its devices from here on
     from llm.evaluate import evaluate, table
-    from llm.generate import Sampling, generate
+    from llm.generate import generate
     from llm.metrics import METRICS, read_jsonl
+    from llm.sampling import Sampling
     from llm.step import COSTS, build
     from llm.train import train
     from llm.workdir import write_atomically

@@ -5,7 +5,8 @@ V vocabulary (this rank's slice of it inside the pipeline), T learned positions,
 
 Modules are Flax NNX; `Transformer` splits them once into graph definitions and plain nested dictionaries of arrays, and
 everything else sees pure functions of these. `side` is what a model reads beside its activations, a dictionary of arrays:
-tokens_BS, targets_BS, segments_BS (-1: padding), positions_BS, weights_BS (of the loss), key_B2 (dropout, one a row).
+tokens_BS, targets_BS, segments_BS (-1: padding), positions_BS, weights_BS (of the loss), key_B2 (dropout, one a row); with a
+cache of C places also first_B, the place where a row's text begins, and place_B, that of the first of the S tokens.
 """
 
 import dataclasses
@@ -147,7 +148,8 @@ class Block(nnx.Module):
         self.down = linear("down", (F, D), ("ffn", None), 1, std=small)
         self.mlp_post_norm = norm() if post else None
 
-    def __call__(self, x_BSD, side, layer, tensor: int = 1):
+    def __call__(self, x_BSD, side, layer, tensor: int = 1, cache=None):
+        """(x_BSD, cache). With a cache {key, value} [B, C, G, K], the S tokens also see what is in it before them."""
         c, maybe = self.c, lambda norm, x: x if norm is None else norm(x)
         branch = lambda norm, x, salt: dropout(maybe(norm, x), c.dropout, side["key"], salt)
         h_BSD = maybe(self.attention_norm, x_BSD)
@@ -158,13 +160,20 @@ class Block(nnx.Module):
             q_BSHK, k_BSGK = (rotary(a, side["positions"], frequency_K) for a in (q_BSHK, k_BSGK))
         window = (by_layer(tuple(c.window - 1 if windowed else ALL for windowed in c.windowed), layer), 0)
         mask = MaskSpec(True, window if any(c.windowed) else None, side["segments"], side["segments"])
+        if cache:
+            place = side["place"][0]  # the same in every row
+            write = lambda all_, new: split_heads(lax.dynamic_update_slice_in_dim(all_, new, place, 1), tensor)
+            cache = dict(key=write(cache["key"], k_BSGK), value=write(cache["value"], v_BSGK))
+            k_BSGK, v_BSGK = cache["key"], cache["value"]
+            text_BC = jnp.arange(k_BSGK.shape[1]) >= side["first"][:, None]  # what lies behind the tokens is not causal
+            mask = dataclasses.replace(mask, kv_segment_ids=jnp.where(text_BC, 0, -1), q_offset=place)
         scale, cap = (c.query_scalar or c.head_dim) ** -0.5, c.attention_softcap or None
         o_BSHK = split_heads(attention(q_BSHK, k_BSGK, v_BSGK, mask, scale=scale, softcap=cap), tensor)
         x_BSD = x_BSD + branch(self.attention_post_norm, self.out(o_BSHK), 2 * layer)
         h_BSD = maybe(self.mlp_norm, x_BSD)
         u_BSF, act = self.up(h_BSD), ACTIVATIONS[c.mlp]
         u_BSF = act(u_BSF) if self.gate is None else act(self.gate(h_BSD)) * u_BSF
-        return x_BSD + branch(self.mlp_post_norm, self.down(u_BSF), 2 * layer + 1)
+        return x_BSD + branch(self.mlp_post_norm, self.down(u_BSF), 2 * layer + 1), cache
 
 
 class Embed(nnx.Module):
@@ -224,9 +233,14 @@ class Transformer:
         return nnx.merge(self._parts[part][0], params)
 
     def layer(self, w, ctx, state, x_BSD):
-        """One layer; ctx = (global layer index, side). There is no state and no auxiliary loss yet."""
+        """One layer; ctx = (global layer index, side), state its cache or {}. There is no auxiliary loss yet."""
         index, side = ctx
-        return self._module("layers", w)(x_BSD, side, index, self.tensor), state, {}
+        return *self._module("layers", w)(x_BSD, side, index, self.tensor, state), {}
+
+    def cache(self, rows: int, places: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The keys and values that one layer keeps of `rows` texts of at most so many tokens."""
+        shape = (rows, places, self.config.kv_heads, self.config.head_dim)
+        return {name: jax.ShapeDtypeStruct(shape, self.dtype) for name in ("key", "value")}
 
     @property
     def embed_scale(self) -> float:
@@ -281,6 +295,14 @@ class Transformer:
         c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
         logp_BS = cross_entropy.log_probabilities(h_BSD, self._output(shared), side["targets"], c.vocab, c.logit_softcap)
         return {"nll": -(side["weights"] * logp_BS).sum(-1), "tokens": side["weights"].sum(-1)}
+
+    def likelihood(self, shared, x_BSD, side):
+        """Forward only: of each row the log-probability of its counted targets together, and whether each is the most
+        likely token."""
+        c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
+        logp_BS, greedy_BS = cross_entropy.likelihood(h_BSD, self._output(shared), side["targets"], c.vocab, c.logit_softcap)
+        weights_BS = side["weights"]
+        return {"logprob": (weights_BS * logp_BS).sum(-1), "greedy": (greedy_BS | (weights_BS == 0)).all(-1)}
 
     def logits(self, shared, x_BSD, side):
         """Forward only: the logits [B, S, V], on every rank of the pipe."""

@@ -54,6 +54,7 @@ class Program:
 
     config: Config
     devices: tuple
+    stamp: Callable[[Any, Any, Any], None] | None = None  # see parallel.pipeline.Plan
 
     # ------------------------------------------------------------------------------------------- what it is made of
     @functools.cached_property
@@ -67,8 +68,7 @@ class Program:
     @functools.cached_property
     def tick_table(self) -> schedule.TickTable:
         """The table in the shape whose ticks cost less in this idle mode; each rank keeps its order, and so its memory."""
-        packed = [schedule.pack(self.table, shape) for shape in ("pairs", "single")]
-        return min(packed, key=lambda ticks: ticks.cost(*COSTS[self.config.pipeline.remat], idle=self.idle))
+        return schedule.best_ticks(self.table.validate(), COSTS[self.config.pipeline.remat], self.idle).validate()
 
     @functools.cached_property
     def layout(self):
@@ -100,6 +100,7 @@ class Program:
             idle=self.idle,
             remat=REMAT[c.pipeline.remat],
             zero=c.zero,
+            stamp=self.stamp,
             dtype=DTYPES[c.train.dtype],
             unroll=self.devices[0].platform != "cpu",  # on a CPU a loop compiles faster and nothing overlaps
         )
@@ -241,7 +242,7 @@ class Program:
     @functools.cached_property
     def compiled_train_step(self):
         """The jitted (state, batch, table) -> (state, metrics); the state is donated."""
-        return self._jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
+        return self.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
 
     def _put_table(self, plan: pipeline.Plan) -> Tree:
         at = dict(ranks=P(None, "pipe"), joint=P())
@@ -260,7 +261,7 @@ class Program:
             return self.compiled_train_step(state, batch, self.device_table)
 
     @functools.cached_property
-    def _jit(self) -> Callable:
+    def jit(self) -> Callable:
         """jax.jit with the compiler options that this mesh needs."""
         if self.devices[0].platform != "cpu" or self.config.train.dtype == "float32":
             return jax.jit
@@ -275,16 +276,16 @@ class Program:
             out, _ = pipeline.outputs(model, self.forward_plan, predict)(params, {}, self._side(batch, 0), table)
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
 
-        score, logits = (self._jit(functools.partial(run, f)) for f in (model.score, model.next_logits))
-        return (lambda *args: score(*args, table)), (lambda *args: logits(*args, table))
+        jitted = [self.jit(functools.partial(run, f)) for f in (model.score, model.likelihood)]
+        return [lambda *args, f=f: f(*args, table) for f in jitted]
 
     def eval_step(self, params: Tree, batch: Tree) -> dict[str, jax.Array]:
         """nll [R] (sum over the counted tokens of a row) and tokens [R], by the forward-only pipeline."""
         with jax.set_mesh(self.mesh):
             return self._forward[0](params, batch)
 
-    def next_logits(self, params: Tree, batch: Tree) -> jax.Array:
-        """The logits [R, vocab] after position batch["last"] of each row, by the forward-only pipeline."""
+    def likelihood(self, params: Tree, batch: Tree) -> dict[str, jax.Array]:
+        """logprob [R] (sum over the counted targets of a row) and greedy [R] (each of them is the most likely token)."""
         with jax.set_mesh(self.mesh):
             return self._forward[1](params, batch)
 

@@ -9,15 +9,17 @@ from typing import Any
 import jax
 
 from llm import costs
+from llm.cache import Decoder
 from llm.checkpoint import Checkpoints
 from llm.config import Config, to_dict
 from llm.data.corpus import Corpus, open_corpus
 from llm.data.tokenizer import Tokenizer
 from llm.devices import select_devices
 from llm.evaluate import held_out_loss
-from llm.generate import Sampling, batch_config, context_length, continue_prompts, encode_prompts
+from llm.generate import continue_prompts, encode_prompts
 from llm.metrics import METRICS, Metrics, check_sinks, read_jsonl
 from llm.run import CORPUS, TOKENIZER, restore_params
+from llm.sampling import Sampling
 from llm.signals import StopRequest
 from llm.step import build
 from llm.workdir import CHECKPOINTS, check_resume, save_config
@@ -98,7 +100,7 @@ class Loop:
     ):
         self.config, self.workdir, self.program, self.corpus = config, workdir, program, corpus
         self.checkpoints, self.stop = checkpoints, stop
-        self.sampler = None
+        self.sampler = Decoder(program, rows=1)
         self.row_tokens = config.batch.rows * config.batch.length
         device = program.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind, config.train.dtype)
@@ -185,13 +187,11 @@ class Loop:
             self.metrics.sample(step, self.config.train.sample_prompt, text)
 
     def _continue(self, params: Any, tokenizer: Tokenizer, prompt: str) -> str:
-        prompts = encode_prompts(tokenizer, [prompt])
-        if self.sampler is None:  # a program for one row, in the same layout
-            length = context_length(self.config, prompts, SAMPLE_TOKENS)
-            devices = list(self.program.mesh.devices.flat)
-            self.sampler = build(batch_config(self.config, 1, length), devices)
         sampling = Sampling(temperature=0.8, max_tokens=SAMPLE_TOKENS)
-        return tokenizer.decode(continue_prompts(self.sampler, params, prompts, sampling, tokenizer.end, tokenizer.size)[0])
+        self.sampler.load(params)
+        added = continue_prompts(self.sampler, encode_prompts(tokenizer, [prompt]), sampling, tokenizer, {tokenizer.end})
+        self.sampler.close()
+        return added[0]["text"]
 
     def _save(self, state: Any, step: int) -> None:
         meta = {

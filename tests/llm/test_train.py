@@ -13,13 +13,13 @@ import time
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llm import signals
 from llm.evaluate import evaluate
-from llm.generate import Sampling, choose, generate
+from llm.generate import generate
 from llm.metrics import METRICS, Metrics, finite, keep_until, read_jsonl
+from llm.sampling import Sampling
 from llm.train import train
 from llm.workdir import check_resume, load_config
 from parallel.errors import UserError
@@ -170,34 +170,12 @@ def test_generation_does_not_depend_on_the_neighbours(run):
     assert all(len(result["token_ids"]) <= 6 for result in together)
 
 
-def test_generation_goes_on_past_the_row_and_refuses_an_empty_prompt(run):
+def test_generation_goes_on_past_the_training_row_and_refuses_an_empty_prompt(run):
     result = generate(run, ["The state of the Union"], Sampling(temperature=0.9, max_tokens=40, seed=3))
     assert result == generate(run, ["The state of the Union"], Sampling(temperature=0.9, max_tokens=40, seed=3))
     assert len(result[0]["token_ids"]) <= 40
     with pytest.raises(UserError, match="empty"):
         generate(run, ["a", ""])
-
-
-@pytest.mark.smoke
-def test_choosing_a_token():
-    logits_V = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
-    rng = np.random.default_rng(0)
-    assert {choose(logits_V, Sampling(temperature=0, seed=s), rng) for s in range(5)} == {1}  # a tie: the lowest id
-    assert {choose(logits_V, Sampling(temperature=1e-8), rng) for _ in range(50)} == {1, 2}
-    assert {choose(logits_V, Sampling(top_k=1, temperature=9.0), rng) for _ in range(50)} == {1}
-    assert {choose(logits_V, Sampling(top_p=0.5), rng) for _ in range(50)} == {1, 2}
-    assert {choose(logits_V, Sampling(temperature=9.0), rng) for _ in range(200)} == {0, 1, 2, 3}
-    drawn = np.bincount([choose(logits_V, Sampling(), rng) for _ in range(4000)], minlength=4) / 4000
-    np.testing.assert_allclose(drawn, np.exp(logits_V) / np.exp(logits_V).sum(), atol=0.03)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    "values", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0), dict(max_tokens=0)]
-)
-def test_wrong_sampling_is_refused(values):
-    with pytest.raises(UserError, match="--" + next(iter(values))):
-        Sampling(**values).validate()
 
 
 def test_a_profile_and_another_sink(tmp_path, monkeypatch):
