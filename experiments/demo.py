@@ -18,7 +18,7 @@ from experiments.configs.demo import get_config  # noqa: E402
 from llm.devices import request_devices  # noqa: E402
 
 WORKDIR = ROOT / "runs" / "demo"
-PROMPTS = ("My fellow citizens, ", "The state of the Union is ", "We must ")
+PROMPTS = ("My fellow citizens,", "The state of the Union is", "We must")
 
 
 def main() -> int:
@@ -76,7 +76,7 @@ summary
   time          {time.perf_counter() - began:.0f} s
 
 go on with
-  {path(sys.executable)} main.py generate --workdir={path(WORKDIR)} --prompt="My fellow citizens, "
+  {path(sys.executable)} main.py generate --workdir={path(WORKDIR)} --prompt="My fellow citizens,"
   {path(sys.executable)} main.py evaluate --workdir={path(WORKDIR)} --config.mesh.pipe=2 --json"""
     )
     return 0

@@ -188,7 +188,7 @@ class TrainConfig:
     seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
     dtype: str = option("float32", "compute precision; parameters and sums stay float32", ("float32", "bfloat16"))
     samples_every: int = option(0, "write a sample of text every N steps; 0: never", low=0)
-    sample_prompt: str = option("The ", "start of the samples")
+    sample_prompt: str = option("The", "start of the samples")
 
 
 @dataclass(frozen=True)

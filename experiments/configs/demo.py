@@ -29,7 +29,7 @@ def get_config() -> Config:
         batch=BatchConfig(rows=16, length=128),
         data=DataConfig(paths=("llm/data/text",)),
         optimizer=OptimizerConfig(name="muon", lr=5e-3),
-        train=TrainConfig(steps=400, samples_every=200, sample_prompt="My fellow citizens, "),
+        train=TrainConfig(steps=400, samples_every=200, sample_prompt="My fellow citizens,"),
         checkpoint=CheckpointConfig(every=100, keep=2),
         evaluate=EvaluateConfig(every=200),
     )
