@@ -16,7 +16,7 @@ import numpy as np
 from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from llm.step import Program, build
 from parallel.errors import UserError
-from parallel.schedule.slots import JOINT_FIELDS
+from parallel.schedule.slots import JOINT_FIELDS, RANK_FIELDS
 
 SCHEDULES = (
     ("gpipe", 1, "whole"),
@@ -67,9 +67,14 @@ class Timer:
 
 
 def idle_ticks(p: Program, ticks: int, slots: tuple[bool, bool, bool], joint: bool) -> Program:
-    """The same program with nothing but idle ticks that compute `slots`; joint: and the vocabulary work of one microbatch."""
+    """The same program with nothing but ticks that compute `slots` in vain; joint: and the vocabulary work of a microbatch."""
     plan, rows = p.plan, p.plan.rows
     empty = dataclasses.replace(rows, ranks=rows.ranks[:0], joint=rows.joint[:0]).padded(ticks, rows.slots, rows.moves)
+    for i, field in enumerate(RANK_FIELDS):  # move through the stash, the chunks and the batch as real work does
+        kind, _, what = field.partition("_")
+        turns = dict(m=p.table.microbatches, c=p.table.chunks, **{name: rows.slots[name] + 1 for name in ("a", "aw", "cut")})
+        if kind in "FBW" and what in turns:
+            empty.ranks[..., i] = np.arange(ticks)[:, None] % turns[what]
     if joint:
         empty = dataclasses.replace(empty, joint=np.zeros((ticks, len(JOINT_FIELDS)), np.int32))
     fake = SimpleNamespace(fused=p.tick_table.fused, phases=lambda: [(0, ticks, slots)])
