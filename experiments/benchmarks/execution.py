@@ -101,13 +101,13 @@ def action_costs(stages: int, m: int, cores: int, kinds: set[tuple[int, bool]]) 
     for chunks, fused in sorted(kinds):
         name = "interleaved" if chunks > 1 else "eager-1f1b"
         p = program(stages, m, name, chunks, "whole" if fused else "split", "compute")
+        # B beside F and W beside both: alone, they would read buffers that nothing writes, and XLA folds those away
         f, base = tick_cost(p, "F")
-        b = tick_cost(p, "B")[0]
-        w = 0.0 if fused else tick_cost(p, "W")[0]
-        costs[chunks, fused] = tuple(share * x for x in (f, b, w))
+        fb = tick_cost(p, "FB")[0]
+        w = 0.0 if fused else tick_cost(p, "FBW")[0] - fb
+        costs[chunks, fused] = tuple(share * x for x in (f, fb - f, w))
         if not extra:
-            with_joint = tick_cost(p, "FB", joint=True)[0]
-            extra = dict(base=base, vocabulary=with_joint - f - b)
+            extra = dict(base=base, vocabulary=tick_cost(p, "FB", joint=True)[0] - fb)
         print(f"actions of {chunks} chunks{' fused' if fused else ''}: {costs[chunks, fused]}", file=sys.stderr)
     return dict(costs=costs, **extra)
 
