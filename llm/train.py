@@ -22,9 +22,9 @@ from llm.run import CORPUS, TOKENIZER, restore_params
 from llm.sampling import Sampling
 from llm.signals import StopRequest
 from llm.step import build
-from llm.workdir import CHECKPOINTS, check_resume, save_config
+from llm.workdir import CHECKPOINTS, check_resume, newest_step, save_config
 from parallel.cluster import peak_flops
-from parallel.errors import UserError
+from parallel.errors import CheckError, UserError
 
 SAMPLE_TOKENS = 48
 
@@ -49,14 +49,19 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
     checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     try:
         latest = checkpoints.latest()
+        if latest is None and newest_step(workdir) is not None:
+            raise CheckError(
+                f"no checkpoint in {workdir} can be read; nothing was changed: repair or move them, or use another --workdir"
+            )
         start = latest or 0
         if start >= config.train.steps:
             print(f"the run in {workdir} is finished: step {start} of {config.train.steps}")
             return {"step": start, "loss": _last_loss(workdir), "step_time_s": None, "stopped": None}
         corpus = _open_corpus(config, workdir, checkpoints.meta(start) if start else None)
-        save_config(workdir, config)
         program = build(config, devices)
-        for name, value in program.describe().items():
+        facts = program.describe()  # refuses a schedule that cannot be, before the run's own configuration is replaced
+        save_config(workdir, config)
+        for name, value in facts.items():
             print(f"{name:<24}{value:,}" if type(value) is int else f"{name:<24}{value}")
         if start:
             print(f"resuming from step {start}")
@@ -81,7 +86,7 @@ def _open_corpus(config: Config, workdir: Path, meta: dict[str, Any] | None) -> 
         raise UserError(
             f"the tokenizer has {corpus.tokenizer.size} ids and model.vocab={config.model.vocab}: raise model.vocab"
         )
-    if meta and meta["tokenizer"] != corpus.tokenizer.hash:
+    if meta and (meta["tokenizer"], meta["corpus"]) != (corpus.tokenizer.hash, corpus.folder.name):
         raise UserError(f"the text behind data.paths has changed since the run in {workdir} began: use another --workdir")
     corpus.tokenizer.save(workdir / TOKENIZER)
     return corpus
