@@ -19,7 +19,7 @@ from llm.run import Run, open_run
 from llm.score import Row, Scorer, encode, joined
 from llm.tasks import Score, Task, load_task, sample, summary
 from llm.workdir import CHECKPOINTS, write_atomically
-from parallel.mesh import AXES
+from parallel.axes import AXES
 
 SAMPLES = "evaluations"  # folder of a run
 COLUMNS = ("acc", "acc_norm", "acc_pmi", "perplexity", "bits_per_byte")

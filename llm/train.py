@@ -115,7 +115,7 @@ class Loop:
     def run(self, state: Any, start: int) -> dict[str, Any]:
         """Take the steps after `start`; returns what `train` does."""
         config = self.config
-        self.metrics = Metrics(self.workdir, config, start, self.program.describe().get("bubble"))
+        self.metrics = Metrics(self.workdir, config, start, self.program.bubble())
         profile = config.profile_range()
         step, record, times, saved, tracing = start, None, [], start, False
         try:
