@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from llm import overrides
-from llm.config import Config, type_name
+from llm.config import Config
+from llm.fields import type_name
 from parallel.errors import CheckError, UserError
 
 REQUIRED = ("workdir", "source", "destination")  # flags that a command which has them cannot do without

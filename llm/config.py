@@ -6,14 +6,9 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
 
+from llm.fields import check_fields, listed, option
 from parallel.errors import UserError
-
-
-def option(default: Any, text: str, choices: tuple = (), low: float | None = None, below: float | None = None) -> Any:
-    """A dataclass field with its one-line meaning and possible values: choices, or the least and a strict upper bound."""
-    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "low": low, "below": below})
 
 
 @dataclass(frozen=True)
@@ -269,18 +264,18 @@ class Config:
         if not self.model.head_dim and model.width % model.heads:
             raise UserError(
                 f"model.width={model.width} is not divisible by model.heads={model.heads}: "
-                f"heads that fit are {_list(_divisors(model.width))}, or set model.head_dim"
+                f"heads that fit are {listed(_divisors(model.width))}, or set model.head_dim"
             )
         if model.heads % model.kv_heads:
             raise UserError(
                 f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}: "
-                f"kv_heads that fit are {_list(_divisors(model.heads))}"
+                f"kv_heads that fit are {listed(_divisors(model.heads))}"
             )
         if model.positions == "rotary" and model.head_dim % 2:
             raise UserError(f"model.head_dim={model.head_dim} is odd: rotary positions turn pairs, use an even head_dim")
         if set(model.window_pattern) - {0, 1} or (model.window_pattern and not model.window):
             raise UserError(
-                f"model.window_pattern={_list(model.window_pattern)} with model.window={model.window}: "
+                f"model.window_pattern={listed(model.window_pattern)} with model.window={model.window}: "
                 "the pattern is of 0 and 1, such as 1,1,0, and needs a window"
             )
         if model.rope_theta_window and not any(model.windowed):
@@ -295,7 +290,7 @@ class Config:
         if model.heads % mesh.tensor:
             raise UserError(
                 f"model.heads={model.heads} cannot be split over mesh.tensor={mesh.tensor}: "
-                f"tensor sizes that fit are {_list(_divisors(model.heads))}"
+                f"tensor sizes that fit are {listed(_divisors(model.heads))}"
             )
         unit = mesh.batch_shards * config.pipeline.microbatches
         if rows % unit:
@@ -317,7 +312,7 @@ def _check_layers(config: Config) -> None:
     layers, counts, pipe = config.model.layers, config.pipeline.layers_per_chunk, config.mesh.pipe
     if counts and (sum(counts) != layers or min(counts) < 0):
         raise UserError(
-            f"pipeline.layers_per_chunk={_list(counts)} adds up to {sum(counts)} and model.layers={layers}: "
+            f"pipeline.layers_per_chunk={listed(counts)} adds up to {sum(counts)} and model.layers={layers}: "
             "every layer must be in exactly one chunk"
         )
     chunks = config.pipeline.chunks
@@ -326,65 +321,5 @@ def _check_layers(config: Config) -> None:
         raise UserError(f"pipeline.layers_per_chunk names {len(counts)} chunks: there must be {wanted}")
 
 
-def check_fields(config: Any, prefix: str = "") -> None:
-    """Refuse values of the wrong type or outside a field's choices or range. Raises UserError naming the field."""
-    for field in dataclasses.fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
-        if dataclasses.is_dataclass(field.type):
-            if not isinstance(value, field.type):
-                raise UserError(f"{name} must be a {field.type.__name__}, not {value!r}")
-            check_fields(value, name + ".")
-            continue
-        if not _is(value, field.type):
-            raise UserError(f"{name}={value!r} must be {type_name(field.type)}")
-        choices = field.metadata["choices"]
-        if choices and value not in choices:
-            raise UserError(f"{name}={value} is not one of {_list(choices)}")
-        low, below = field.metadata["low"], field.metadata["below"]
-        if low is not None and value < low:
-            raise UserError(f"{name}={value} is too small: the least is {low}")
-        if below is not None and value >= below:
-            raise UserError(f"{name}={value} is too large: it must be below {below}")
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is(item, get_args(kind)[0]) for item in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return type(value) is kind
-
-
-def type_name(kind: Any) -> str:
-    """A field's type in words."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    if get_origin(kind) is tuple:
-        return {int: "integers", float: "numbers", str: "texts"}[get_args(kind)[0]] + " separated by commas"
-    return words[kind]
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as plain nested dictionaries (tuples become lists in JSON)."""
-    return dataclasses.asdict(config)
-
-
-def from_dict(values: dict[str, Any], kind: type = Config, prefix: str = "") -> Any:
-    """The inverse of `to_dict`. Raises UserError on a name that the configuration does not have."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    arguments = {}
-    for name, value in values.items():
-        if name not in fields:
-            raise UserError(f"the saved configuration has {prefix}{name}, which this version does not know")
-        nested = fields[name].type
-        if dataclasses.is_dataclass(nested):
-            value = from_dict(value, nested, f"{prefix}{name}.")
-        arguments[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**arguments)
-
-
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _list(values: Any) -> str:
-    return ", ".join(str(value) for value in values)

@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from llm.config import Config, check_fields
+from llm.config import Config
+from llm.fields import check_fields
 from parallel.errors import UserError
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"

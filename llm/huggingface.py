@@ -18,10 +18,11 @@ import numpy as np
 from llm import safetensor_files
 from llm.arrays import Info
 from llm.checkpoint import Checkpoints, names, read, writing
-from llm.config import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig, to_dict
+from llm.config import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig
 from llm.data.tokenizer import Tokenizer
 from llm.families import family_of, fitting
 from llm.families.family import Family, Json, Tensor
+from llm.fields import to_dict
 from llm.run import TOKENIZER, pick_step
 from llm.workdir import CHECKPOINTS, CONFIG, load_config, newest_step, save_config, write_atomically
 from parallel.errors import UserError

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llm.config import Config, to_dict
+from llm.config import Config
+from llm.fields import to_dict
 from llm.workdir import write_atomically
 from parallel.errors import UserError
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from llm.config import Config, type_name
+from llm.config import Config
+from llm.fields import type_name
 from parallel.errors import UserError
 
 PREFIX = "--config."

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llm import costs, overrides
-from llm.config import BatchConfig, Config, MeshConfig, check_fields
+from llm.config import BatchConfig, Config, MeshConfig
+from llm.fields import check_fields
 from parallel import frameworks, layouts, reliability
 from parallel.cluster import Cluster, find_cluster
 from parallel.errors import UserError

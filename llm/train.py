@@ -11,11 +11,12 @@ import jax
 from llm import costs
 from llm.cache import Decoder
 from llm.checkpoint import Checkpoints
-from llm.config import Config, to_dict
+from llm.config import Config
 from llm.data.corpus import Corpus, open_corpus
 from llm.data.tokenizer import Tokenizer
 from llm.devices import select_devices
 from llm.evaluate import held_out_loss
+from llm.fields import to_dict
 from llm.generate import continue_prompts, encode_prompts
 from llm.metrics import METRICS, Metrics, check_sinks, read_jsonl
 from llm.run import CORPUS, TOKENIZER, restore_params

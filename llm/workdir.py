@@ -5,7 +5,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from llm.config import Config, from_dict, to_dict
+from llm.config import Config
+from llm.fields import from_dict, to_dict
 from llm.overrides import leaves
 from parallel.errors import UserError
 
@@ -31,8 +32,8 @@ def load_config(workdir: str | Path) -> Config:
     if not path.is_file():
         raise UserError(f"--workdir={workdir}: there is no run in this folder (no {CONFIG}); train one there first")
     try:
-        return from_dict(json.loads(path.read_text()))
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        return from_dict(json.loads(path.read_text()), Config)
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a saved configuration: {error}") from error
 
 

@@ -65,19 +65,19 @@ def row_numbers(seed: int, start: int, stop: int, count: int) -> np.ndarray:
 
 
 def training_batch(
-    stream: Stream, seed: int, step: int, rows: int, length: int, row_range: tuple[int, int] | None = None
+    stream: Stream, seed: int, step: int, rows: int, length: int, which: np.ndarray | None = None
 ) -> Batch:
-    """Global batch `step`, or only its rows [start, stop): equal to that slice of the whole, and only these are read.
+    """Global batch `step`, or of it only the rows that the integers `which` name, in that order; no others are read.
 
     Returns tokens, targets, segments, positions (int32 [rows, length]), weights (float32) and example (int32 [rows],
     the row's number in the global batch). Segments count from 0 in each row, positions from 0 in each segment; padding
     has segment -1. A document that began in another row starts at position 0.
     """
-    start, stop = row_range or (0, rows)
-    numbers = row_numbers(seed, step * rows + start, step * rows + stop, count_rows(stream, length))
+    which = np.arange(rows) if which is None else np.asarray(which, np.int64)
+    numbers = row_numbers(seed, step * rows, (step + 1) * rows, count_rows(stream, length))[which]
     total = int(stream.starts_D[-1])
     plan = [[Piece(int(row) * length, min(length, total - 1 - int(row) * length))] for row in numbers]
-    return _fill(stream, plan, np.arange(start, stop), length)
+    return _fill(stream, plan, which, length)
 
 
 def held_out_batches(stream: Stream, rows: int, length: int) -> Iterator[Batch]:

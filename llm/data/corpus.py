@@ -78,9 +78,9 @@ class Corpus:
         """Number of rows of an epoch. Raises UserError when the corpus is shorter than one row."""
         return batches.count_rows(self.training, length)
 
-    def batch(self, seed: int, step: int, rows: int, length: int, row_range: tuple[int, int] | None = None) -> batches.Batch:
-        """Batch of a step: see `batches.training_batch`."""
-        return batches.training_batch(self.training, seed, step, rows, length, row_range)
+    def batch(self, seed: int, step: int, rows: int, length: int, which: np.ndarray | None = None) -> batches.Batch:
+        """Batch of a step, or some of its rows: see `batches.training_batch`."""
+        return batches.training_batch(self.training, seed, step, rows, length, which)
 
     def held_out_batches(self, rows: int, length: int) -> Iterator[batches.Batch]:
         """Every held-out document once: see `batches.held_out_batches`. Raises UserError when there is none."""

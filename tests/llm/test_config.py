@@ -12,9 +12,8 @@ from llm.config import (
     MeshConfig,
     ModelConfig,
     PipelineConfig,
-    from_dict,
-    to_dict,
 )
+from llm.fields import from_dict, to_dict
 from parallel.axes import AXES
 from parallel.cluster import peak_flops
 from parallel.errors import UserError
@@ -47,7 +46,7 @@ def test_default_microbatches_divide_the_rows(rows, pipe, data, microbatches):
 
 def test_a_configuration_survives_json():
     config = Config(pipeline=PipelineConfig(layers_per_chunk=(1, 3)), model=ModelConfig(dropout=0.1))
-    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(json.loads(json.dumps(to_dict(config))), Config) == config
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_wrong_types_in_a_file_are_refused():
     with pytest.raises(UserError, match=r"model\.layers=1\.5 must be an integer"):
         dataclasses.replace(Config(), model=ModelConfig(layers=1.5)).validate()
     with pytest.raises(UserError, match=r"optimizer\.name=adam is not one of adamw, muon, sgd"):
-        from_dict({"optimizer": {"name": "adam"}}).validate()
+        from_dict({"optimizer": {"name": "adam"}}, Config).validate()
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from golden import CASES, FIXTURES, LLAMA, llama, load, random_tensors, write_fo
 
 from llm import arrays, checkpoint, huggingface, safetensor_files
 from llm.checkpoint import Checkpoints
-from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, to_dict
+from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig
 from llm.data.tokenizer import Tokenizer
 from llm.families import family_of
 from llm.families.family import canonical
+from llm.fields import to_dict
 from llm.huggingface import INDEX, WEIGHTS, export_model, import_model, open_source, table
 from llm.run import open_run
 from llm.step import build
