@@ -4,6 +4,7 @@ Everything that can be refused is refused before jax is imported, so a misspelt 
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,24 +21,28 @@ from llm.workdir import CONFIG, MODEL, check_resume, load_config
 from parallel.errors import UserError
 from parallel.schedule import command as schedules
 
+MESH_DEPENDENT = {"microbatches": 0, "layers_per_chunk": ()}  # of PipelineConfig, with the value that asks for the derived one
 INTERRUPTED = 75  # stopped by a signal with everything saved: start again to go on
 
 
-def _configuration(options: Options) -> Config:
-    """The configuration of --config, or that of the run in --workdir, with the overrides applied."""
-    if getattr(options, "config", None):
-        base = overrides.load(options.config)
-    elif hasattr(options, "config") and not (Path(options.workdir) / CONFIG).is_file():
-        raise UserError("train needs --config=FILE, for example --config=experiments/configs/demo.py")
-    else:
-        base = load_config(options.workdir)
-        if any(name.startswith("mesh.") for name, _ in options.changes):  # what follows from the mesh is derived again
-            base = replace(base, pipeline=replace(base.pipeline, microbatches=0, layers_per_chunk=()))
-    return request_devices(overrides.apply(base, options.changes), options.devices)
+def _run_configuration(options: Options) -> Config:
+    """The configuration of the run in --workdir with the overrides; what follows from the mesh follows from the new one."""
+    config, given = load_config(options.workdir), {name for name, _ in options.changes}
+    if any(name.startswith("mesh.") for name in given):
+        for name, derived in MESH_DEPENDENT.items():
+            if (was := getattr(config.pipeline, name)) != derived and f"pipeline.{name}" not in given:
+                print(f"note: pipeline.{name} was {was} and is derived again, for the new mesh", file=sys.stderr)
+        config = replace(config, pipeline=replace(config.pipeline, **MESH_DEPENDENT))
+    return request_devices(overrides.apply(config, options.changes), options.devices)
 
 
 def train(options: Options) -> tuple[Any, str, int]:
-    config = _configuration(options)
+    if options.config:
+        config = request_devices(overrides.apply(overrides.load(options.config), options.changes), options.devices)
+    elif (Path(options.workdir) / CONFIG).is_file():
+        config = _run_configuration(options)
+    else:
+        raise UserError("train needs --config=FILE, for example --config=experiments/configs/demo.py")
     check_resume(options.workdir, config)
     from llm.train import train
 
@@ -50,7 +55,7 @@ def train(options: Options) -> tuple[Any, str, int]:
 def evaluate(options: Options) -> tuple[Any, str, int]:
     if not options.tasks and (options.limit or options.tasks_dir):
         raise UserError("--limit=N and --tasks_dir=FOLDER are of --tasks=NAME,NAME: name the tasks")
-    config = _configuration(options)
+    config = _run_configuration(options)
     check_resume(options.workdir, config, MODEL)
     from llm.evaluate import evaluate, evaluate_tasks, table, tasks_table
 
@@ -63,7 +68,7 @@ def evaluate(options: Options) -> tuple[Any, str, int]:
 
 
 def generate(options: Options) -> tuple[Any, str, int]:
-    config = _configuration(options)
+    config = _run_configuration(options)
     check_resume(options.workdir, config, MODEL)
     from llm.generate import generate
 
@@ -85,7 +90,7 @@ def generate(options: Options) -> tuple[Any, str, int]:
 
 
 def chat(options: Options) -> tuple[Any, str, int]:
-    config = _configuration(options)
+    config = _run_configuration(options)
     check_resume(options.workdir, config, MODEL)
     from llm.chat import open_conversation, talk, typed
 
@@ -110,7 +115,7 @@ def _sampling(options: Options) -> Sampling:
 
 
 def timeline(options: Options) -> tuple[Any, str, int]:
-    config = _configuration(options)
+    config = _run_configuration(options)
     check_resume(options.workdir, config, MODEL)
     from llm.timeline import table, timeline
 

@@ -16,7 +16,7 @@ from absl import flags
 
 from llm import overrides
 from llm.config import Config
-from llm.fields import type_name
+from llm.fields import finite, type_name
 from parallel.errors import CheckError, UserError
 
 REQUIRED = ("workdir", "source", "destination")  # flags that a command which has them cannot do without
@@ -96,7 +96,7 @@ def _run(commands: Mapping[str, Command], arguments: list[str]) -> int:
     options = _parse(name, commands[name], arguments[1:])
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         document, text, code = commands[name].run(options)
-    output = json.dumps(document) if options.json else text
+    output = json.dumps(finite(document), allow_nan=False) if options.json else text
     if output:
         print(output)
     return code
@@ -155,8 +155,8 @@ def _overview(commands: Mapping[str, Command]) -> str:
 
 
 def _help(name: str, command: Command) -> str:
-    usage = " ".join(f"--{flag.name}={flag.value}" for flag in command.flags if flag.name in (*REQUIRED, "config"))
-    lines = [f"usage: python main.py {name} {usage} [--flag=value ...]", "", command.summary, "", "Flags"]
+    usage = [f"--{flag.name}={flag.value}" for flag in command.flags if flag.name in (*REQUIRED, "config")]
+    lines = [" ".join(["usage: python main.py", name, *usage, "[--flag=value ...]"]), "", command.summary, "", "Flags"]
     lines += _columns([(f"--{flag.name}={flag.value}".removesuffix("="), _meaning(flag)) for flag in command.flags])
     if command.groups:
         lines += ["", "Configuration (--config.NAME=VALUE; the defaults are shown)"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
 from parallel.errors import UserError
@@ -71,3 +72,12 @@ def from_dict(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
 def listed(values: Any) -> str:
     """Values separated by commas."""
     return ", ".join(str(value) for value in values)
+
+
+def finite(value: Any) -> Any:
+    """A value in which numbers that JSON does not have (NaN, infinities) are null."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

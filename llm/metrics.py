@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llm.config import Config
-from llm.fields import to_dict
+from llm.fields import finite, to_dict
 from llm.workdir import write_atomically
 from parallel.errors import UserError
 
@@ -34,11 +33,6 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [record for record in read_jsonl(path) if record["step"] <= step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
-
-
-def finite(value: Any) -> Any:
-    """The value, or None for a number that JSON does not have (infinite or not a number)."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Metrics:

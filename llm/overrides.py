@@ -50,6 +50,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
             rest.append(argument)
             continue
         name, equals, text = argument.removeprefix(PREFIX).partition("=")
+        if not name:
+            raise UserError(f"{argument}: which option? {PREFIX}NAME=VALUE, as in {PREFIX}train.steps=100")
         if not equals:
             if not queue or queue[0].startswith("--"):
                 raise UserError(f"{argument} needs a value: {argument}=VALUE")

@@ -63,6 +63,7 @@ def test_help_lists_commands_and_every_option(capsys):
         (["train", "--workdir=x", DEMO, "--config.optimiser.lr=1"], "did you mean optimizer.lr?"),
         (["train", "--workdir=x", DEMO, "--config.optimizer.lr=fast"], "optimizer.lr=fast: expected a number"),
         (["train", "--workdir=x", DEMO, "--config.optimizer.lr"], "--config.optimizer.lr=VALUE"),
+        (["train", "--workdir=x", DEMO, "--config.=3"], "--config.=3: which option?"),
         (["train", "--workdir=x", DEMO, "--config.pipeline.remat=ful"], "did you mean full?"),
         (["train", "--workdir=x", DEMO, "--config.mesh.tensor=3"], "tensor sizes that fit are 1, 2, 4"),
         (["train", "--workdir=x", DEMO, "--devices=4"], "needs 8 devices and there are 4"),
@@ -75,6 +76,12 @@ def test_help_lists_commands_and_every_option(capsys):
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_2(capsys, arguments, words):
     assert words in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"[1]", b'{"mesh": 3}'])
+def test_a_damaged_configuration_is_one_sentence(capsys, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    assert "config.json is not a saved configuration" in refused(capsys, "evaluate", f"--workdir={tmp_path}")
 
 
 def test_the_mesh_or_the_flag_sets_the_number_of_virtual_devices(monkeypatch):
@@ -99,6 +106,12 @@ def test_exit_codes_of_errors(capsys, error, code):
 
     assert dispatch(command(run), ["try"]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_json_has_null_for_what_is_not_a_number(capsys):
+    document = {"loss": float("nan"), "all": [1.5, (float("inf"), {"low": -float("inf")})]}
+    assert dispatch(command(lambda options: (document, "", 0)), ["try", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "all": [1.5, [None, {"low": None}]]}
 
 
 def test_an_unexpected_error_shows_where_and_exits_1(capsys):
