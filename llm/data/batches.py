@@ -64,9 +64,7 @@ def row_numbers(seed: int, start: int, stop: int, count: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def training_batch(
-    stream: Stream, seed: int, step: int, rows: int, length: int, which: np.ndarray | None = None
-) -> Batch:
+def training_batch(stream: Stream, seed: int, step: int, rows: int, length: int, which: np.ndarray | None = None) -> Batch:
     """Global batch `step`, or of it only the rows that the integers `which` name, in that order; no others are read.
 
     Returns tokens, targets, segments, positions (int32 [rows, length]), weights (float32) and example (int32 [rows],
