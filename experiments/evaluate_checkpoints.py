@@ -34,7 +34,7 @@ def evaluate_checkpoints(options: Options) -> tuple[Any, str, int]:
         saved = dataclasses.replace(saved, pipeline=dataclasses.replace(saved.pipeline, microbatches=0, layers_per_chunk=()))
     config = request_devices(overrides.apply(saved, options.changes), options.devices)
     names = [name for name in options.tasks.split(",") if name]
-    held_out = bool(config.data.paths and config.data.held_out)
+    held_out = bool((config.data.paths or config.data.mixture) and config.data.held_out)
     if not names and not held_out:
         raise UserError(f"--workdir={workdir}: the run has no held-out documents; name tasks with --tasks")
     # jax makes its devices from here on

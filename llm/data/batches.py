@@ -2,17 +2,16 @@
 
 The stream is all documents one after the other, each ended by the end-of-text token, which belongs to its document.
 Training row r of length S holds the inputs [r S, r S + S) of the stream and the tokens one further as targets; the
-last row is padded. A target in another document than its input has weight 0: nothing is predicted across a join, so a
-document's first token is never a counted target and its end of text is.
+last row is padded. Of several sources each has rows of its own. A target in another document than its input has weight
+0: nothing is predicted across a join, so a document's first token is never a counted target and its end of text is.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from parallel.errors import UserError
+from llm.data.order import Mixture
 
 Batch = dict[str, np.ndarray]
 
@@ -33,48 +32,26 @@ class Piece(NamedTuple):
     size: int
 
 
-def count_rows(stream: Stream, length: int) -> int:
-    """Number of rows in an epoch. Raises UserError when the text does not fill one."""
-    tokens = int(stream.starts_D[-1])
-    if tokens - 1 < length:  # a row also needs the target of its last input
-        raise UserError(
-            f"the training text has {tokens} tokens, which do not fill one row of batch.length={length} and its last "
-            "target: give more text or set a smaller batch.length"
-        )
-    return -(-(tokens - 1) // length)  # the last token of all is only a target
-
-
-@functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-    # Raw Philox output is the same in every numpy release; the streams of numpy's shuffles are not promised to be.
-    key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-
-
-def row_numbers(seed: int, start: int, stop: int, count: int) -> np.ndarray:
-    """Rows at the places [start, stop) of an endless order: one permutation of `count` rows per epoch, each different.
-
-    An epoch's last rows share a batch with the first of the next one. Returns int64; any Python integers are fine.
-    """
-    parts = []
-    while start < stop:
-        epoch, first = divmod(start, count)
-        parts.append(_order(seed, epoch, count)[first : first + stop - start])
-        start += len(parts[-1])
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def training_batch(stream: Stream, seed: int, step: int, rows: int, length: int, which: np.ndarray | None = None) -> Batch:
+def training_batch(
+    stream: Stream,
+    seed: int,
+    step: int,
+    rows: int,
+    length: int,
+    which: np.ndarray | None = None,
+    mixture: Mixture | None = None,
+) -> Batch:
     """Global batch `step`, or of it only the rows that the integers `which` name, in that order; no others are read.
 
-    Returns tokens, targets, segments, positions (int32 [rows, length]), weights (float32) and example (int32 [rows],
-    the row's number in the global batch). Segments count from 0 in each row, positions from 0 in each segment; padding
-    has segment -1. A document that began in another row starts at position 0.
+    mixture: the sources that the stream consists of; None: it is one. Returns tokens, targets, segments, positions
+    (int32 [rows, length]), weights (float32) and example (int32 [rows], the row's number in the global batch). Segments
+    count from 0 in each row, positions from 0 in each segment; padding has segment -1. A document that began in another
+    row starts at position 0.
     """
+    mixture = mixture or Mixture([""], [1], [0, stream.starts_D[-1]])
     which = np.arange(rows) if which is None else np.asarray(which, np.int64)
-    numbers = row_numbers(seed, step * rows, (step + 1) * rows, count_rows(stream, length))[which]
-    total = int(stream.starts_D[-1])
-    plan = [[Piece(int(row) * length, min(length, total - 1 - int(row) * length))] for row in numbers]
+    first_B, size_B = mixture.places(seed, step * rows, (step + 1) * rows, length)
+    plan = [[Piece(first, size)] for first, size in zip(first_B[which].tolist(), size_B[which].tolist())]
     return _fill(stream, plan, which, length)
 
 

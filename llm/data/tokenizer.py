@@ -51,16 +51,16 @@ class Tokenizer:
         return cls(inner)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, vocab: int) -> "Tokenizer":
-        """Read a tokenizer.json whose ids must fit a model of `vocab` entries. Raises UserError."""
+    def load(cls, path: str | os.PathLike, vocab: int | None, option: str = "data.tokenizer") -> "Tokenizer":
+        """Read the tokenizer.json of `option`, whose ids must fit a model of `vocab` entries (None: any). Raises UserError."""
         if not Path(path).is_file():
-            raise UserError(f"data.tokenizer: {str(path)!r} is no file: name a tokenizer.json, or '' to train one")
+            raise UserError(f"{option}: {str(path)!r} is no file: name a tokenizer.json")
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
-            raise UserError(f"data.tokenizer: {str(path)!r} is not a tokenizer.json that can be read ({error})") from None
+            raise UserError(f"{option}: {str(path)!r} is not a tokenizer.json that can be read ({error})") from None
         loaded = cls(inner, str(path))
-        if loaded.size > vocab:
+        if vocab is not None and loaded.size > vocab:
             raise UserError(
                 f"{path} has token ids up to {loaded.size - 1}, outside model.vocab={vocab}: "
                 f"set model.vocab to {loaded.size} or more, or name another data.tokenizer"

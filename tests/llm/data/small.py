@@ -5,8 +5,8 @@ import types
 import numpy as np
 
 
-def data_config(*paths, held_out="", tokenizer=""):
-    return types.SimpleNamespace(paths=tuple(map(str, paths)), held_out=held_out, tokenizer=str(tokenizer))
+def data_config(*paths, held_out="", tokenizer="", mixture=()):
+    return types.SimpleNamespace(paths=tuple(map(str, paths)), held_out=held_out, tokenizer=str(tokenizer), mixture=mixture)
 
 
 class CountingStream:
