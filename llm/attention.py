@@ -13,13 +13,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from llm.kernels import backends, tiles
+from llm.kernels import backends, libraries, tiles
 from llm.kernels.options import Options
 from parallel.axes import AXES
 
 BACKENDS = tuple(backends.TABLE)
-KERNELS = dict(chunked="chunked", pallas="pallas_attention")
+KERNELS = dict(chunked="chunked", pallas="pallas_attention", mosaic="mosaic_attention")
 """Back end -> module of llm/kernels with `prepare`, `forward` and `backward`; all take and give what chunked.py says."""
+LIBRARIES = ("cudnn", "tokamax")
+"""Back ends with a differentiation of their own, functions of llm/kernels/libraries.py."""
 TENSOR = AXES[-1]
 MASKED = tiles.MASKED
 
@@ -77,6 +79,7 @@ class MaskSpec:
             packed=self.q_segment_ids is not None,
             offset=not (zero(self.q_offset) and zero(self.kv_offset)),
             cross=queries != keys,
+            odd=(queries | keys) % 2 == 1,
         )
         return {name for name, has in asked.items() if has}
 
@@ -115,7 +118,8 @@ def attention(
     features = mask.features(q.shape[1], k.shape[1]) | {name for name, has in extra.items() if has}
     dtype = q.dtype.name if q.dtype == k.dtype == v.dtype else "mixed"
     platform, device = backends.target()
-    name = backends.select(backends.Need(dtype, q.shape[-1], frozenset(features)), platform, backend, strict)
+    need = backends.Need(dtype, q.shape[-1], frozenset(features))
+    name = backends.select(need, platform, backend, strict, device if platform == "gpu" else "")
     if name == "reference":
         o, lse = _reference(q, k, v, mask, scale, softcap, alibi_slopes)
         o = checkpoint_name(o, "attention")
@@ -125,6 +129,8 @@ def attention(
         k, v = (jnp.repeat(a, repeats, axis=2) if repeats > 1 else a for a in (k, v))
         kind = next((kind for kind in ("packed", "window", "full") if kind in features), "causal")
         options = Options(scale, softcap, name, device if platform == "gpu" else "", kind, ways)
+        if name in LIBRARIES:
+            return run_library(options, q, k, v)  # those have no log-sum-exp to give
         rows = kernel(name).prepare(mask, q.shape[1], k.shape[1], options)
         o, lse = run_kernel(options, q, k, v, alibi_slopes, rows)
     return (o, lse) if return_lse else o
@@ -135,9 +141,10 @@ def kernel(name: str) -> ModuleType:
     return importlib.import_module(f"llm.kernels.{KERNELS[name]}")
 
 
-def chosen(dtype: str, head_dim: int, features: set[str], platform: str) -> str:
-    """What `auto` takes for causal attention with these features, in words."""
-    name = backends.select(backends.Need(dtype, head_dim, frozenset(features)), platform)
+def chosen(need: backends.Need, target: tuple[str, str], backend: str = "auto", strict: bool = False) -> str:
+    """What serves `need` on a target (platform and name of the device), in words. Raises UserError as `attention` does."""
+    platform, device = target
+    name = backends.select(need, platform, backend, strict, device if platform == "gpu" else "")
     return f"{name} ({backends.TABLE[name].what})"
 
 
@@ -184,6 +191,24 @@ def _backward_rule(options, residuals, cotangents):
 
 
 run_kernel.defvjp(_forward_rule, _backward_rule)
+
+
+def _library(options: Options, q, k, v):
+    run = functools.partial(getattr(libraries, options.backend), options=options)
+    return _by_heads(options, run, (HEADS, HEADS, HEADS), HEADS)(q, k, v)
+
+
+def _library_forward(options, q, k, v):
+    """Names what the library keeps for its own backward (output and log-sum-exp), as `_forward_rule` does."""
+    o, pull = jax.vjp(functools.partial(_library, options), q, k, v)
+    named = {id(a): a for a in (q, k, v)} | {id(o): checkpoint_name(o, "attention")}
+    keep = lambda a: named[id(a)] if id(a) in named else checkpoint_name(a, "attention")
+    return keep(o), jax.tree.map(keep, pull)
+
+
+run_library = jax.custom_vjp(_library, nondiff_argnums=(0,))
+"""o of a back end that is differentiated by a rule of its own."""
+run_library.defvjp(_library_forward, lambda _, pull, do: pull(do))
 
 
 def _reference(q, k, v, mask, scale, softcap, alibi_slopes):

@@ -148,8 +148,9 @@ class Block(nnx.Module):
         self.down = linear("down", (F, D), ("ffn", None), 1, std=small)
         self.mlp_post_norm = norm() if post else None
 
-    def __call__(self, x_BSD, side, layer, tensor: int = 1, cache=None):
-        """(x_BSD, cache). With a cache {key, value} [B, C, G, K], the S tokens also see what is in it before them."""
+    def __call__(self, x_BSD, side, layer, tensor: int = 1, cache=None, **kernel):
+        """(x_BSD, cache). With a cache {key, value} [B, C, G, K], the S tokens also see what is in it before them.
+        kernel: backend and strict of `attention`."""
         c, maybe = self.c, lambda norm, x: x if norm is None else norm(x)
         branch = lambda norm, x, salt: dropout(maybe(norm, x), c.dropout, side["key"], salt)
         h_BSD = maybe(self.attention_norm, x_BSD)
@@ -168,7 +169,7 @@ class Block(nnx.Module):
             text_BC = jnp.arange(k_BSGK.shape[1]) >= side["first"][:, None]  # what lies behind the tokens is not causal
             mask = dataclasses.replace(mask, kv_segment_ids=jnp.where(text_BC, 0, -1), q_offset=place)
         scale, cap = (c.query_scalar or c.head_dim) ** -0.5, c.attention_softcap or None
-        o_BSHK = split_heads(attention(q_BSHK, k_BSGK, v_BSGK, mask, scale=scale, softcap=cap), tensor)
+        o_BSHK = split_heads(attention(q_BSHK, k_BSGK, v_BSGK, mask, scale=scale, softcap=cap, **kernel), tensor)
         x_BSD = x_BSD + branch(self.attention_post_norm, self.out(o_BSHK), 2 * layer)
         h_BSD = maybe(self.mlp_norm, x_BSD)
         u_BSF, act = self.up(h_BSD), ACTIVATIONS[c.mlp]
@@ -204,12 +205,14 @@ class Transformer:
 
     params = {"layers": one block's tree, stacked; "embed": {...}, "head": {...}}. The functions that the executor calls
     (`layer`, `embed`, `embed_backward`, `head`, `nll`, `logits`) run inside its manual region; parallel/pipeline.py says
-    what each must do. dtype: of activations and matmuls. tensor: size of the tensor axis."""
+    what each must do. dtype: of activations and matmuls. tensor: size of the tensor axis. backend, strict: of attention."""
 
     config: ModelConfig
     dtype: Any = jnp.float32
     tensor: int = 1
     objective: CrossEntropy = dataclasses.field(default_factory=CrossEntropy)
+    backend: str = "auto"
+    strict: bool = False
 
     @functools.cached_property
     def _parts(self) -> dict[str, tuple[Any, Any]]:
@@ -235,7 +238,8 @@ class Transformer:
     def layer(self, w, ctx, state, x_BSD):
         """One layer; ctx = (global layer index, side), state its cache or {}. There is no auxiliary loss yet."""
         index, side = ctx
-        return *self._module("layers", w)(x_BSD, side, index, self.tensor, state), {}
+        kernel = dict(backend=self.backend, strict=self.strict)
+        return *self._module("layers", w)(x_BSD, side, index, self.tensor, state, **kernel), {}
 
     def cache(self, rows: int, places: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The keys and values that one layer keeps of `rows` texts of at most so many tokens."""

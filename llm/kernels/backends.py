@@ -18,6 +18,7 @@ FEATURES = dict(
     packed="segments",
     offset="offsets",
     cross="unequal numbers of queries and keys",
+    odd="an odd number of queries or keys",
     softcap="a soft-cap",
     alibi="alibi slopes",
     lse="the log-sum-exp",
@@ -38,40 +39,86 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
-    """What a back end does, forward and backward. head_dims: the smallest, the largest and what divides them. module: what it
-    needs of jax, which a later version may leave out."""
+    """What a back end does, forward and backward. head_dims: the smallest, the largest and what divides them; older: the
+    largest on GPUs before Hopper (0: the same). devices: what the name of a device must contain one of (empty: any).
+    module: what it needs beside jax, or of jax, which a later version may leave out."""
 
     what: str
     platforms: tuple[str, ...]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     head_dims: tuple[int, int, int] = (1, 2**30, 1)
     features: frozenset[str] = frozenset(FEATURES)
+    older: int = 0
+    devices: tuple[str, ...] = ()
     module: str = "jax"
 
-    def lacks(self, need: Need, platform: str) -> str:
-        """The first thing of `need` that it cannot do, "" if it can do all."""
+    def lacks(self, need: Need, platform: str, device: str = "") -> str:
+        """The first thing of `need` that it cannot do on a device of this name, "" if it can do all."""
         low, high, step = self.head_dims
+        if self.older and not _is(device, HOPPER + BLACKWELL):
+            high = self.older
         missing = [what for name, what in FEATURES.items() if name in need.features - self.features]
         if platform not in self.platforms:
             return f"a {platform}"
+        if self.devices and not _is(device, self.devices):
+            return f"a {device or platform}"
         if need.dtype not in self.dtypes:
             return f"the type {need.dtype}"
         if not low <= need.head_dim <= high or need.head_dim % step:
             return f"heads of size {need.head_dim}"
         if missing:
             return missing[0]
-        return "" if importlib.util.find_spec(self.module) else f"without {self.module}, which this version of jax has not"
+        return "" if _found(self.module) else f"without {self.module}, which is not there"
 
 
+def _is(device: str, names: tuple[str, ...]) -> bool:
+    return any(name in device for name in names)
+
+
+@functools.cache
+def _found(module: str) -> bool:
+    """Whether a module can be imported; nothing of it is, but for the packages around it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+HOPPER = ("H100", "H200", "H800", "H20")
+BLACKWELL = ("B100", "B200", "B300")
 TRITON = "jax.experimental.pallas.triton"
+MOSAIC = "jax.experimental.pallas.mosaic_gpu"
+HALF = ("bfloat16", "float16")
 PLATFORMS = ("cpu", "gpu", "rocm", "tpu")
 TABLE = dict(
-    reference=Capability("dense, fp32 softmax", PLATFORMS, ("float64", "float32", "bfloat16", "float16", "mixed")),
-    chunked=Capability("tiles in plain JAX, O(T) memory", PLATFORMS, ("float32", "bfloat16", "float16", "mixed")),
+    reference=Capability("dense, fp32 softmax", PLATFORMS, ("float64", "float32", *HALF, "mixed")),
+    chunked=Capability("tiles in plain JAX, O(T) memory", PLATFORMS, ("float32", *HALF, "mixed")),
     pallas=Capability("own Pallas kernels, O(T) memory", ("cpu", "gpu"), head_dims=(1, 256, 1), module=TRITON),
+    mosaic=Capability(
+        "own Pallas forward for Hopper, O(T) memory",
+        ("gpu",),
+        HALF,
+        (64, 128, 64),
+        frozenset(FEATURES) - {"alibi", "value"},
+        devices=HOPPER,
+        module=MOSAIC,
+    ),
+    cudnn=Capability("cuDNN, O(T) memory", ("gpu",), HALF, (64, 256, 64), frozenset({"full"}), 128, module="nvidia.cudnn"),
+    tokamax=Capability(
+        "tokamax's Mosaic kernels, O(T) memory",
+        ("gpu",),
+        HALF,
+        (64, 256, 64),
+        frozenset({"full", "odd", "softcap"}),
+        devices=HOPPER + BLACKWELL,
+        module="tokamax",
+    ),
 )
-ORDER = dict(cpu=("chunked",), gpu=("pallas", "chunked"), rocm=("chunked",), tpu=("chunked",))
-"""What `auto` tries, the fastest first."""
+"""cudnn: no packed rows and no windows (no public way that is right on every version), no log-sum-exp (its gradient would be
+lost), gradients that do not repeat bit by bit. tokamax: no packed rows without a dense mask."""
+ORDER = dict(cpu=("chunked",), gpu=("cudnn", "pallas", "chunked"), rocm=("chunked",), tpu=("chunked",))
+"""What `auto` tries, the fastest first. Published times have cuDNN lead for plain masks; mosaic and tokamax are taken when
+they are asked for, until they have been timed beside the others."""
 FALL_BACK = dict(gpu="chunked", rocm="chunked", tpu="chunked")
 """What no one would ask for on a platform, but that does everything: refused when strict."""
 
@@ -86,17 +133,18 @@ def target(mesh: AbstractMesh | None = None) -> tuple[str, str]:
 
 
 @functools.cache
-def select(need: Need, platform: str, asked: str = "auto", strict: bool = False) -> str:
-    """The name of the back end; the choice is logged the first time. Raises UserError when the one that is asked for cannot
-    do it, and, when strict, instead of falling back to a slow one."""
+def select(need: Need, platform: str, asked: str = "auto", strict: bool = False, device: str = "") -> str:
+    """The name of the back end; device: what the device calls itself. The choice is logged the first time. Raises UserError
+    when the one that is asked for cannot do it, and, when strict, instead of falling back to a slow one."""
     if asked not in ("auto", *TABLE):
         raise UserError(f"there is no attention back end {asked!r}; choose auto or one of {', '.join(TABLE)}")
     if asked != "auto":
-        if lacks := TABLE[asked].lacks(need, platform):
-            able = [name for name, row in TABLE.items() if not row.lacks(need, platform)]
+        if lacks := TABLE[asked].lacks(need, platform, device):
+            able = [name for name, row in TABLE.items() if not row.lacks(need, platform, device)]
             raise UserError(f"the attention back end {asked} cannot do {lacks}; these can: {', '.join(able) or 'none'}")
+        log.info("attention on %s: %s (%s), as asked for", platform, asked, TABLE[asked].what)
         return asked
-    lacking = {name: TABLE[name].lacks(need, platform) for name in (*ORDER[platform], "reference")}
+    lacking = {name: TABLE[name].lacks(need, platform, device) for name in (*ORDER[platform], "reference")}
     name = next((name for name, lacks in lacking.items() if not lacks), "")
     why = "; ".join(f"{other} cannot do {lacks}" for other, lacks in lacking.items() if lacks)
     if not name:

@@ -20,7 +20,7 @@ def prepare(mask, queries: int, keys: int, options: Options) -> tuple:
     return *mask.intervals(queries, keys), jnp.asarray(mask.kv_offset, jnp.int32) - mask.q_offset
 
 
-def _pad(a, axis, size, value=0):
+def pad(a, axis, size, value=0):
     widths = [(0, 0)] * a.ndim
     widths[axis] = (0, size - a.shape[axis])
     return jnp.pad(a, widths, constant_values=value) if size > a.shape[axis] else a
@@ -28,10 +28,10 @@ def _pad(a, axis, size, value=0):
 
 def _whole(a, length):
     """[B, T, H, D] with T padded to `length` and D to a power of two."""
-    return _pad(_pad(a, 1, length), 3, power_of_two(a.shape[3]))
+    return pad(pad(a, 1, length), 3, power_of_two(a.shape[3]))
 
 
-def _up(size: int, block: int) -> int:
+def round_up(size: int, block: int) -> int:
     return -(-size // block) * block
 
 
@@ -42,8 +42,8 @@ class _Call:
         (_, t, h, d), (_, s, g, _) = q.shape, k.shape
         self.kernel, self.options, self.heads, self.groups = kernel, options, h, g
         self.blocks: Blocks = blocks(kernel, options, power_of_two(d), 8 * q.dtype.itemsize, t, s)
-        self.t, self.s = _up(t, self.blocks.q), _up(s, self.blocks.k)
-        lo, hi, self.shift = _pad(rows[0], 1, self.t, s), _pad(rows[1], 1, self.t), rows[2]
+        self.t, self.s = round_up(t, self.blocks.q), round_up(s, self.blocks.k)
+        lo, hi, self.shift = pad(rows[0], 1, self.t, s), pad(rows[1], 1, self.t), rows[2]
         first, stop = tiles.bounds(lo, hi, self.blocks.q, self.blocks.k)
         if kernel == "dkv":
             first, stop = tiles.query_bounds(first, stop, self.s // self.blocks.k)
@@ -97,7 +97,7 @@ class _Call:
         specs += [self._queries(q), self._keys(k), self._keys(v)]
         if gradient:
             do, lse, delta = gradient
-            ins += [_whole(do, self.t), _pad(lse, 2, self.t), _pad(delta, 2, self.t)]
+            ins += [_whole(do, self.t), pad(lse, 2, self.t), pad(delta, 2, self.t)]
             specs += [self._queries(ins[-3]), self._by_row(lse), self._by_row(delta)]
 
         def body(*refs):

@@ -1,5 +1,6 @@
 """Which back end serves a call, what is refused, what the start of a run says, and heads split over the tensor axis."""
 
+import dataclasses
 import functools
 import logging
 
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from llm.attention import BACKENDS, MaskSpec, attention
-from llm.config import BatchConfig, Config, ModelConfig, PipelineConfig
+from llm.config import ATTENTION, BatchConfig, Config, ModelConfig, PipelineConfig, TrainConfig
 from llm.kernels import backends
 from llm.kernels.backends import FEATURES, ORDER, TABLE, Need, select
 from llm.step import build
@@ -47,21 +48,64 @@ def test_a_strict_call_does_not_fall_back():
 def test_who_cannot_do_it_refuses():
     with pytest.raises(UserError, match=r"chunked cannot do the type float64; these can: reference"):
         select(Need("float64", 8), "cpu", "chunked")
-    with pytest.raises(UserError, match=r"no attention back end 'flash'; choose auto or one of reference, chunked, pallas"):
+    with pytest.raises(
+        UserError, match=r"no attention back end 'flash'; choose auto or one of reference, chunked, pallas, mosaic"
+    ):
         select(Need("float32", 8), "cpu", "flash")
 
 
-def test_the_choice_is_logged_once(caplog):
+def test_what_a_gpu_gets_depends_on_what_is_asked_and_which_it_is(monkeypatch):
+    monkeypatch.setattr(backends, "_found", lambda module: True)
+    h100, a100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    chosen = lambda *need, device=h100, **how: select(Need(*need), "gpu", device=device, **how)
+    assert chosen("bfloat16", 128) == chosen("float16", 64, frozenset({"full"})) == chosen("bfloat16", 256) == "cudnn"
+    assert chosen("bfloat16", 256, device=a100) == "pallas"  # cuDNN has 128 there
+    assert chosen("bfloat16", 128, frozenset({"packed"}), strict=True) == "pallas"
+    assert chosen("float32", 128) == chosen("bfloat16", 96) == "pallas"
+    assert chosen("float32", 512) == "chunked"
+    assert chosen("bfloat16", 64, asked="mosaic") == "mosaic"
+    for device, name in ((a100, "mosaic"), ("NVIDIA B200", "mosaic"), (a100, "tokamax")):
+        with pytest.raises(UserError, match=f"{name} cannot do a {device}"):
+            chosen("bfloat16", 64, device=device, asked=name)
+
+
+def test_a_library_that_is_not_there_is_refused_and_not_chosen(monkeypatch):
+    monkeypatch.setattr(backends, "_found", lambda module: module not in ("nvidia.cudnn", "tokamax"))
+    assert select(Need("bfloat16", 128), "gpu", device="NVIDIA H100") == "pallas"
+    with pytest.raises(UserError, match=r"tokamax cannot do without tokamax, which is not there; these can: .*pallas"):
+        select(Need("bfloat16", 128), "gpu", "tokamax", device="NVIDIA H100")
+
+
+def test_a_module_is_looked_for_without_importing_it():
+    assert backends._found("jax.experimental.pallas.triton")
+    assert not backends._found("no_such_package.inside")
+    assert not backends._found("no_such_package")
+
+
+@pytest.mark.parametrize("asked", ["auto", "chunked"])
+def test_the_choice_is_logged_once(caplog, asked):
     with caplog.at_level(logging.INFO, logger="llm.kernels.backends"):
         for _ in range(3):
-            select(Need("float32", 64, frozenset({"packed"})), "cpu")
-    assert [r.getMessage() for r in caplog.records] == ["attention on cpu: chunked (tiles in plain JAX, O(T) memory)"]
+            select(Need("float32", 64, frozenset({"packed"})), "cpu", asked)
+    as_asked = "" if asked == "auto" else ", as asked for"
+    assert [r.getMessage() for r in caplog.records] == [
+        f"attention on cpu: chunked (tiles in plain JAX, O(T) memory){as_asked}"
+    ]
 
 
-def test_the_facts_of_a_run_name_the_back_end():
+def test_a_run_names_the_back_end_and_takes_the_one_it_is_asked_for():
+    assert ("auto", *BACKENDS) == ATTENTION
     model = ModelConfig(layers=1, width=8, heads=2, vocab=11)
-    program = build(Config(model=model, batch=BatchConfig(2, 8), pipeline=PipelineConfig(microbatches=1)), jax.devices()[:1])
-    assert program.describe()["attention"] == "chunked (tiles in plain JAX, O(T) memory)"
+    config = Config(model=model, batch=BatchConfig(2, 8), pipeline=PipelineConfig(microbatches=1))
+    names = lambda program: [e.params["name"] for e, _ in hlo.equations(program.traced.jaxpr.jaxpr) if "name" in e.params]
+    for asked, name in (("auto", "chunked"), ("pallas", "pallas")):
+        train = TrainConfig(attention=asked, attention_strict=True)
+        program = build(dataclasses.replace(config, train=train), jax.devices()[:1])
+        assert program.describe()["attention"] == f"{name} ({TABLE[name].what})"
+        assert ("attention_forward" in names(program)) == (name == "pallas")
+    program = build(dataclasses.replace(config, train=TrainConfig(attention="cudnn")), jax.devices()[:1])
+    with pytest.raises(UserError, match="cudnn cannot do a cpu"):
+        program.describe()
 
 
 # ----------------------------------------------------------------------------------------------- heads over the tensor axis
@@ -93,7 +137,7 @@ def by_tensor(backend: str, tensor: int, groups: int, block: int = 0):
         return compiled.as_text(), [np.asarray(a) for a in compiled(*args)]
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "cudnn")])
+@pytest.mark.parametrize("backend", ["chunked", "pallas"])
 def test_heads_are_split_without_any_communication(backend):
     text, split = by_tensor(backend, 2, 2)
     assert not hlo.collectives(text)
