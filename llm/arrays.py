@@ -10,6 +10,7 @@ A chunk holds little-endian numbers and their CRC-32C. All are written, zeros to
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -20,16 +21,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallel.errors import CheckError, UserError
 from parallel.sharding import Stored
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+UNREADABLE = (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 BLOCK = 1 << 22  # numbers in a chunk of an array that is not stacked
-IN_FLIGHT = 1 << 27  # bytes that reads or writes under way may hold
+IN_FLIGHT = 1 << 26  # bytes that reads or writes under way may hold
+PIECE = 1 << 25  # bytes of a leaf that the host holds while it is read; a layer, when that is more
 CHECKSUM_BYTES = 4
 
 
@@ -116,26 +121,66 @@ def write_shards(folder: Path, name: str, info: Info, stored: Stored, shards) ->
 def read_leaf(folder: Path, name: str, info: Info, stored: Stored, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads an array into a leaf with the shape, dtype and sharding of `abstract` (no sharding: the first device).
 
-    Each chunk that this process needs is read once; the host holds this process's part of the leaf and a few chunks."""
-    sharding = abstract.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    key = lambda index: tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, abstract.shape))
-    buffers, parts = {}, defaultdict(list)
-    for index in map(key, sharding.addressable_devices_indices_map(abstract.shape).values()):
-        if repr(index) not in buffers:  # slices are not hashable
-            buffer = buffers[repr(index)] = np.zeros(_shape(index), abstract.dtype)
+    Each chunk that this process needs is read once. A leaf goes to the devices piece by piece, one layer or PIECE bytes
+    of this process's part at a time, so that the host never holds more than a piece and a few chunks."""
+    sharding = abstract.sharding or NamedSharding(Mesh(np.array(jax.local_devices()[:1]), ("x",)), PartitionSpec())
+    local, leaf = sharding.shard_shape(abstract.shape), None
+    shards = {_bounds(index, abstract.shape) for index in sharding.addressable_devices_indices_map(abstract.shape).values()}
+    store, most = open_array(folder, name, info), PIECE // np.dtype(abstract.dtype).itemsize // len(shards)
+    for offset, size in _cuts(local, 1 if stored.index_CPL is None else 3, most):
+        buffers, parts = {}, defaultdict(list)
+        for shard in shards:
+            buffer = buffers[tuple(start // n for (start, _), n in zip(shard, local))] = np.zeros(size, abstract.dtype)
+            index = tuple(slice(start + o, start + o + n) for (start, _), o, n in zip(shard, offset, size))
             for chunk, disk, where in pieces(index, info, stored):
                 parts[chunk].append((buffer, where, _within(disk, info.region(chunk))))
+        with _Window() as window:
+            for chunk, held in sorted(parts.items()):
+                read = lambda chunk=chunk: store[info.region(chunk)].read()
+                window.add(info.chunk_bytes, read, lambda block, held=held: _scatter(block, held))
+        whole = tuple(n // k * part for n, k, part in zip(abstract.shape, local, size))
+        at = lambda index, size=size: tuple((s.start or 0) // n for s, n in zip(index, size))
+        piece = jax.make_array_from_callback(whole, sharding, lambda index, b=buffers, at=at: b[at(index)])
+        if size == local:
+            return piece
+        leaf = _zeros(sharding, abstract.shape, piece.dtype) if leaf is None else leaf
+        leaf = jax.block_until_ready(_put(sharding)(leaf, piece, np.array(offset, np.int32)))
+    return leaf
 
-    def scatter(block, held):
-        for buffer, where, within in held:
-            buffer[where] = block[within]
 
-    store = open_array(folder, name, info)
-    with _Window() as window:
-        for chunk, held in sorted(parts.items()):
-            read = lambda chunk=chunk: store[info.region(chunk)].read()
-            window.add(info.chunk_bytes, read, lambda block, held=held: scatter(block, held))
-    return jax.make_array_from_callback(abstract.shape, sharding, lambda index: buffers[repr(key(index))])
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+
+
+def _cuts(shape: tuple[int, ...], lead: int, most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts a shard into pieces of equal size along its `lead` first dimensions: (offset, size) of each.
+
+    A piece holds at most `most` numbers, or one row of the last of these dimensions; the last pieces may overlap."""
+    if math.prod(shape) <= max(most, 1) or not shape:
+        yield (0,) * len(shape), shape
+        return
+    rows = shape[lead - 1]
+    size = (*(1,) * (lead - 1), min(rows, max(1, most // math.prod(shape[lead:]))), *shape[lead:])
+    for first in np.ndindex(*shape[: lead - 1], -(-rows // size[lead - 1])):
+        row = min(first[-1] * size[lead - 1], rows - size[lead - 1])
+        yield (*first[:-1], row, *(0,) * (len(shape) - lead)), size
+
+
+def _scatter(block: np.ndarray, held: list[tuple[np.ndarray, tuple, tuple]]) -> None:
+    for buffer, where, within in held:
+        buffer[where] = block[within]
+
+
+def _zeros(sharding: NamedSharding, shape: tuple[int, ...], dtype) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+@functools.cache
+def _put(sharding: NamedSharding):
+    """Jitted (leaf, piece, offset) -> the leaf, in place, with the piece at this offset of every shard."""
+    put = lambda leaf, piece, offset: jax.lax.dynamic_update_slice(leaf, piece, [*offset])
+    specs = dict(in_specs=(sharding.spec, sharding.spec, PartitionSpec()), out_specs=sharding.spec)
+    return jax.jit(jax.shard_map(put, mesh=sharding.mesh, check_vma=False, **specs), donate_argnums=0)
 
 
 def open_array(folder: Path, name: str, info: Info, create: bool = False) -> tensorstore.TensorStore:
@@ -180,15 +225,16 @@ class Saved:
 
     @classmethod
     def open(cls, folder: Path, title: str) -> "Saved":
-        """Raises CheckError when the manifest is missing or damaged."""
+        """Raises CheckError (missing or damaged), UserError (of a newer version), OSError (cannot be read)."""
         try:
             body = json.loads((folder / MANIFEST).read_text())
-            if body.pop("crc32") != _checksum(body):
+            version, checksum = body["format"], body.pop("crc32")
+            if version == FORMAT and checksum != _checksum(body):
                 raise ValueError("its checksum does not fit")
-            if body["format"] != FORMAT:
-                raise ValueError(f"it has format {body['format']}, this program reads format {FORMAT}")
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except UNREADABLE as error:
             raise CheckError(f"{title}: {MANIFEST} cannot be read: {error}") from error
+        if version != FORMAT:
+            raise UserError(f"{title} has format {version}, this version reads up to {FORMAT}: use a newer one")
         infos = {n: Info(tuple(a["shape"]), a["dtype"], a["rows"]) for n, a in body["arrays"].items()}
         return cls(folder, title, infos, body["meta"])
 
@@ -198,11 +244,30 @@ class Saved:
             grid = "/0" * (len(info.shape) - 1)
             for chunk in range(info.chunks):
                 file = self.folder / name / (f"c/{chunk}{grid}" if info.shape else "c")
-                if not file.is_file():
+                try:
+                    size = file.stat().st_size
+                except (FileNotFoundError, NotADirectoryError):
                     return f"array {name}: {file.relative_to(self.folder)} is missing"
-                if file.stat().st_size != info.chunk_bytes + CHECKSUM_BYTES:
+                if size != info.chunk_bytes + CHECKSUM_BYTES:
                     return f"array {name}: {file.relative_to(self.folder)} is cut short"
         return None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(info.chunks * (info.chunk_bytes + CHECKSUM_BYTES) for info in self.infos.values())
+
+    def blocks(self, name: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """An array chunk by chunk: what the chunk covers and its numbers. Raises CheckError at a damaged one."""
+        info, ahead = self._info(name), deque()
+        with self._naming(name):
+            store = open_array(self.folder, name, info)
+            for chunk in range(info.chunks):
+                ahead.append((info.region(chunk), store[info.region(chunk)].read()))
+                if len(ahead) > 1:
+                    yield _finished(ahead)
+            while ahead:
+                yield _finished(ahead)
 
     def read(self, name: str, layer: int | None = None, rows: slice = slice(None)) -> np.ndarray:
         """An array, or one layer of a per-layer array; of it, the rows (of dimension 0) that are asked for.
@@ -290,6 +355,11 @@ class _Window:
         finally:  # when one failed, let the others end before anybody removes the folder
             for _, future, _ in self.running:
                 future.exception()
+
+
+def _finished(reads: deque) -> tuple[tuple[slice, ...], np.ndarray]:
+    region, future = reads.popleft()
+    return region, future.result()
 
 
 def _shape(index: tuple[slice, ...]) -> tuple[int, ...]:

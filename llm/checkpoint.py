@@ -11,58 +11,94 @@ import functools
 import itertools
 import json
 import logging
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from llm.arrays import Info, Saved, check_form, open_array, reason, write_manifest, write_shards
+from llm.workdir import step_folders
+from parallel import distributed
 from parallel.errors import CheckError, UserError
 from parallel.sharding import Stored
 
 STATE = "state"
 UNFINISHED = ".orbax-checkpoint-tmp"  # ends the name of a step's folder until it is committed
+DAMAGED = ".damaged"  # ends the name of a step's folder that was set aside
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)  # what matters, it raises
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`, of which the `keep` newest stay.
+    """The checkpoints of one run in `folder`, of which the `keep` newest stay, and the `best` ones by meta[metric].
 
     `step` is the number of completed updates. `arrays` is a pytree of jax arrays, `stored` one of Stored like it; the
-    names of the arrays on disk are the paths in it, such as params/block/mlp/up."""
+    names of the arrays on disk are the paths in it, such as params/block/mlp/up. All processes of a run call the same
+    methods in the same order."""
 
-    def __init__(self, folder: str | Path, keep: int):
-        self.folder, self.keep = Path(folder).absolute(), keep
+    def __init__(self, folder: str | Path, keep: int, best: int = 0, metric: str = "eval_loss"):
+        self.folder, self.keep, self.best, self.metric = Path(folder).absolute(), keep, best, metric
         self._manager, self._saving = None, None
-        self._complete, self._warned = set(), set()
+        self._metas: dict[int, dict] = {}  # of the steps that are complete
+        self._damaged: set[int] = set()
+        self._refused: dict[int, str] = {}  # what cannot be read although it need not be damaged
+        self._warned: set[str] = set()
 
     def steps(self) -> list[int]:
         """The complete steps, in order. What is unfinished or lacks a part is left out, with a warning."""
-        if not self.folder.is_dir():
-            return []
-        names = [entry.name for entry in self.folder.iterdir()]
-        for name in names if self._manager is None else []:
-            if name.endswith(UNFINISHED):
-                self._warn(f"{self.folder / name} is unfinished (still being saved, or killed meanwhile): ignored")
-        return sorted(step for step in map(int, filter(str.isdecimal, names)) if self._is_complete(step))
+        return distributed.from_first(self._scan() if distributed.is_first() else None)
+
+    def _scan(self) -> list[int]:
+        for path in self.folder.glob(f"*{UNFINISHED}") if self._manager is None else []:
+            self._warn(f"{path} is unfinished (still being saved, or killed meanwhile): ignored")
+        return [step for step in step_folders(self.folder) if self._problem(step) is None]
 
     def latest(self) -> int | None:
-        """The newest complete step, or None."""
-        return max(self.steps(), default=None)
+        """The newest complete step, or None. Raises CheckError when there are steps, but all are damaged; UserError when a
+        newer one cannot be read for another reason, so that nobody goes on without it."""
+        newest = max(self.steps(), default=None)
+        found, refused = distributed.from_first([step_folders(self.folder), sorted(self._refused.items())])
+        newer = [problem for step, problem in refused if newest is None or step > newest]
+        if newer:
+            raise UserError(f"{newer[-1]}; nothing was changed")
+        if found and newest is None:
+            raise CheckError(
+                f"no checkpoint in {self.folder} can be read; nothing was changed: repair or move them, or use another folder"
+            )
+        return newest
+
+    def newest(self, read: Callable[[int], T]) -> tuple[int, T]:
+        """(step, read(step)) of the newest step that is not damaged; of each that is, a warning says so.
+
+        Raises as `latest` does, and CheckError when there is none."""
+        while (step := self.latest()) is not None:
+            result, error = None, None
+            try:
+                result = read(step)
+            except CheckError as damage:
+                error = damage
+            if not distributed.any_process(error is not None):
+                return step, result
+            self._warn(f"step {step} is left out, the one before it is taken: {error or 'another process cannot read it'}")
+            self._damaged.add(step)
+        raise CheckError(f"there is no checkpoint in {self.folder}")
 
     def meta(self, step: int) -> dict:
         """What `save` was given as meta."""
         return _open(self.folder, step).meta
 
     def save(self, step: int, arrays: Any, stored: Any, meta: dict) -> None:
-        """Copies the arrays to the host and returns; the rest happens in the background. meta must be plain JSON.
+        """Takes hold of the arrays and returns; the rest happens in the background. meta must be plain JSON.
 
-        First waits for a save under way; raises CheckError when that one failed. A step that is already there and
-        complete is not saved again."""
+        First waits for a save under way; raises OSError when that one failed. A step that is already there and
+        complete is not saved again. The arrays may be donated afterwards."""
         self.wait()
         args = _Save.of(arrays, stored, meta)
         if step in self.steps():
@@ -71,10 +107,16 @@ class Checkpoints:
         self._saving = step
         with self._failing():
             self._manager = self._manager or self._open_manager()
+            self._metas[step] = meta
             self._manager.save(step, args=ocp.args.Composite(**{STATE: args}), force=True)
 
+    def check(self) -> None:
+        """Raises OSError when a save in the background has failed; does not wait for it."""
+        if self._manager is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
     def wait(self) -> None:
-        """Waits for a save under way. Raises CheckError when it failed; the steps before it are unharmed."""
+        """Waits for a save under way. Raises OSError when it failed; the steps before it are unharmed."""
         if self._manager is not None:
             with self._failing():
                 self._manager.wait_until_finished()
@@ -86,16 +128,15 @@ class Checkpoints:
             self._manager.close()
             self._manager = None
 
-    @contextlib.contextmanager
-    def _failing(self):
-        """Turns a failure into a CheckError. The next save opens a new manager, which removes what this one left."""
-        try:
-            yield
-        except Exception as error:
-            manager, self._manager = self._manager, None
-            with contextlib.suppress(Exception):
-                manager.close()
-            raise CheckError(f"saving step {self._saving} in {self.folder} failed: {reason(error)}") from error
+    def delete(self, step: int) -> None:
+        """Removes a step, after the save under way, if any. Killed meanwhile, it leaves an unfinished one."""
+        self.close()  # orbax keeps a list of its own
+        if distributed.is_first():
+            gone = self.folder / f"{step}{UNFINISHED}"
+            (self.folder / str(step)).rename(gone)
+            shutil.rmtree(gone)
+        self._metas.pop(step, None)
+        distributed.barrier("deleted")
 
     def restore(self, step: int, abstract: Any, stored: Any) -> Any:
         """The arrays of a step with the shapes, dtypes and shardings of `abstract` (jax.ShapeDtypeStruct leaves).
@@ -105,32 +146,85 @@ class Checkpoints:
         found, leaves, forms, tree = _flatten(abstract, stored)
         return tree.unflatten(_open(self.folder, step).restore(found, leaves, forms))
 
+    @contextlib.contextmanager
+    def _failing(self):
+        """Turns a failure into an OSError. The next save opens a new manager, which removes what this one left."""
+        try:
+            yield
+        except Exception as error:
+            manager, self._manager = self._manager, None
+            self._metas.pop(self._saving, None)
+            with contextlib.suppress(Exception):
+                manager.close()
+            raise OSError(
+                f"saving step {self._saving} in {self.folder} failed, the steps before it are whole: {reason(error)}"
+            ) from error
+
     def _open_manager(self) -> ocp.CheckpointManager:
-        """Called by the first save: whoever saves owns the folder and removes what cannot be read."""
-        if jax.process_index() == 0 and self.folder.is_dir():
-            for entry in self.folder.iterdir():
-                if entry.name.isdecimal() and not self._is_complete(int(entry.name)):
-                    log.warning("removing %s, which is not complete", entry)
-                    shutil.rmtree(entry)
-        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
+        """Called by the first save: whoever saves owns the folder and sets aside what is damaged."""
+        if distributed.is_first():
+            self._scan()
+            for step in sorted(self._damaged):
+                path = self.folder / str(step)
+                names = (path.with_name(f"{step}{DAMAGED}{n}") for n in itertools.chain([""], itertools.count(2)))
+                aside = next(name for name in names if not name.exists())
+                log.warning("%s is damaged: renamed to %s", path, aside.name)
+                path.rename(aside)
+        self._damaged.clear()
+        options = ocp.CheckpointManagerOptions(preservation_policy=_Kept(self), cleanup_tmp_directories=True)
         return ocp.CheckpointManager(self.folder, options=options)
 
-    def _is_complete(self, step: int) -> bool:
-        if step not in self._complete:
-            try:
-                problem = _open(self.folder, step).problem()
-            except (CheckError, UserError) as error:
-                problem = str(error)
-            if problem:
-                self._warn(f"step {step} in {self.folder} is ignored: {problem}")
-            else:
-                self._complete.add(step)
-        return step in self._complete
+    def stay(self, steps: list[int]) -> list[bool]:
+        """Whether each of these steps stays, given the others. What cannot be read always does."""
+        known = {step: self._metas[step].get(self.metric) for step in steps if step in self._metas}
+        staying = kept(known, self.keep, self.best)
+        return [step in staying or step not in known for step in steps]
+
+    def _problem(self, step: int) -> str | None:
+        """Why a step cannot be used; None when it can."""
+        if step in self._damaged:
+            return "damaged"
+        if step in self._metas:
+            return None
+        try:
+            saved = _open(self.folder, step)
+            problem = saved.problem()
+            damaged = problem is not None
+        except CheckError as error:
+            problem, damaged = str(error), True
+        except (UserError, OSError) as error:
+            problem, damaged = str(error), False
+        if problem is None:
+            self._metas[step] = saved.meta
+            return None
+        self._warn(f"step {step} in {self.folder} is ignored: {problem}")
+        if damaged:
+            self._damaged.add(step)
+        else:
+            self._refused[step] = problem
+        return problem
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             log.warning(text)
+
+
+@dataclasses.dataclass
+class _Kept(ocp.checkpoint_managers.PreservationPolicy):
+    """Tells orbax which steps stay when a new one has been saved."""
+
+    checkpoints: Checkpoints
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        return self.checkpoints.stay([info.step for info in checkpoints])
+
+
+def kept(metrics: dict[int, Any], keep: int, best: int) -> set[int]:
+    """The steps that stay of those with these metrics: the `keep` newest, and the `best` lowest finite metrics."""
+    steps = sorted(metrics)
+    finite = [s for s in steps if isinstance(metrics[s], int | float) and math.isfinite(metrics[s])]
+    return set(steps[-max(keep, 1) :]) | set(sorted(finite, key=lambda step: metrics[step])[:best])
 
 
 def names(folder: str | Path, step: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -194,13 +288,18 @@ def _flatten(arrays: Any, stored: Any) -> tuple[list[str], list, list[Stored], A
 
 
 class _Handler(ocp.AsyncCheckpointHandler):
-    """Writes the shards of this process: copied to the host before async_save returns, written in the background."""
+    """Writes the shards of this process: on the host before async_save returns, written in the background.
+
+    From an accelerator they are copied. On a CPU device, numpy looks at the array's own memory, and jax does not let
+    that be donated as long as somebody looks: the next step writes its state elsewhere."""
 
     async def async_save(self, directory, args):
         own = [[shard for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in args.leaves]
         for shard in itertools.chain(*own):
             shard.data.copy_to_host_async()
-        host = [[(_bounds(shard, leaf.shape), _copy(shard)) for shard in part] for part, leaf in zip(own, args.leaves)]
+        host = [
+            [(_bounds(shard, leaf.shape), np.asarray(shard.data)) for shard in part] for part, leaf in zip(own, args.leaves)
+        ]
         infos, forms, meta = args.infos, args.forms, args.meta  # not the leaves: their memory belongs to the caller
 
         async def write():
@@ -245,8 +344,3 @@ class _Save(ocp.args.CheckpointArgs):
 
 def _bounds(shard, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(shard.index, shape))
-
-
-def _copy(shard) -> np.ndarray:
-    """A host copy that stays when the array is donated. On a CPU device numpy would see the array's own memory."""
-    return np.array(shard.data, copy=True if shard.device.platform == "cpu" else None)

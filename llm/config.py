@@ -7,8 +7,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from llm.data.sources import parse_mixture
 from llm.fields import check_fields, listed, option
 from parallel.errors import UserError
+
+ATTENTION = ("auto", "reference", "chunked", "pallas", "mosaic", "cudnn", "tokamax")
+
+TOKENIZER = "tokenizer.json"  # of a run's folder
 
 
 @dataclass(frozen=True)
@@ -152,9 +157,10 @@ class BatchConfig:
 class DataConfig:
     """The text."""
 
-    paths: tuple[str, ...] = option((), "text and JSONL files, folders or glob patterns")
+    paths: tuple[str, ...] = option((), "text and JSONL files, folders or glob patterns, or one tokenised folder")
+    mixture: tuple[str, ...] = option((), "instead of paths, sources drawn by weight: NAME=PATH@WEIGHT,NAME=PATH@WEIGHT")
     held_out: str = option("0.1", "documents kept for evaluation: a count, a fraction or patterns on names; empty: none")
-    tokenizer: str = option("", "tokenizer.json to use; empty: train one with model.vocab entries")
+    tokenizer: str = option("", "tokenizer.json to use; empty: a tokenised folder's, or train one of model.vocab entries")
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,11 @@ class TrainConfig:
     steps: int = option(100, "updates of the run", low=1)
     seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
     dtype: str = option("float32", "compute precision; parameters and sums stay float32", ("float32", "bfloat16"))
+    attention: str = option("auto", "attention kernel (docs/attention.md); auto: the fastest that can do it", ATTENTION)
+    attention_strict: bool = option(False, "refuse a slow kernel that attention=auto would fall back to")
+    spike: float = option(0.0, "skip updates with a gradient norm above this multiple of the usual one; 0: none", low=0)
+    rollback: int = option(10, "skipped updates in a row that lead back to a checkpoint and past their text; 0: never", low=0)
+    watchdog: float = option(-1.0, "seconds until a step hangs (exit 70); 0: never; -1: 20 usual steps, at least 300", low=-1)
     samples_every: int = option(0, "write a sample of text every N steps; 0: never", low=0)
     sample_prompt: str = option("The", "start of the samples")
 
@@ -192,6 +203,8 @@ class CheckpointConfig:
 
     every: int = option(100, "save every N steps, and at the end; 0: only at the end", low=0)
     keep: int = option(2, "newest checkpoints to keep", low=1)
+    best: int = option(0, "checkpoints with the lowest metric to keep besides", low=0)
+    metric: str = option("eval_loss", "what the best are best at; of a step that has none, never", ("eval_loss", "loss"))
 
 
 @dataclass(frozen=True)
@@ -215,6 +228,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     zero: int = option(1, "ZeRO stage over mesh.data: 1 shares out the optimiser state", (0, 1))
+    init_from: str = option("", "RUN or RUN:STEP: begin with the parameters and the tokenizer of another run's checkpoint")
     profile: str = option("", "START:STOP writes a profiler trace of these steps; empty: off")
     wandb: str = option("", "Weights & Biases project to log to; empty: off")
 
@@ -231,9 +245,22 @@ class Config:
         return dataclasses.replace(
             self,
             model=self.model.resolved(),
+            data=dataclasses.replace(self.data, tokenizer=self.tokenizer()),
             mesh=mesh,
             pipeline=dataclasses.replace(self.pipeline, microbatches=wanted),
         )
+
+    def tokenizer(self) -> str:
+        """The tokenizer.json to use: data.tokenizer, or that of the run in init_from; empty: one is trained."""
+        source = self.init_source()
+        return self.data.tokenizer or (f"{source[0]}/{TOKENIZER}" if source else "")
+
+    def init_source(self) -> tuple[str, int | None] | None:
+        """The folder and the step (None: the newest) of init_from, or None without it."""
+        run, _, step = self.init_from.rpartition(":")
+        if run and step.isascii() and step.isdecimal():
+            return run.rstrip("/"), int(step)
+        return (self.init_from.rstrip("/"), None) if self.init_from else None
 
     def profile_range(self) -> tuple[int, int] | None:
         """First and last step of the profiler trace, or None. Raises UserError."""
@@ -251,6 +278,7 @@ class Config:
         """
         check_fields(self)
         config = self.resolved(device_count)
+        parse_mixture(config.data.paths, config.data.mixture)
         model, mesh, rows = config.model, config.mesh, config.batch.rows
         for axis in ("context", "expert"):
             if getattr(mesh, axis) != 1:

@@ -28,6 +28,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         if choices and value not in choices:
             raise UserError(f"{name}={value} is not one of {listed(choices)}")
         low, below = field.metadata["low"], field.metadata["below"]
+        below = 2**31 if below is None and field.type is int else below  # jax counts with 32 bits
         if low is not None and value < low:
             raise UserError(f"{name}={value} is too small: the least is {low}")
         if below is not None and value >= below:

@@ -1,7 +1,10 @@
 """Where the numbers of a run go: metrics.jsonl always, tensorboard events, wandb on request, and a line to look at."""
 
+import contextlib
 import importlib.util
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +21,32 @@ SAMPLES = "samples.jsonl"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a torn last line, as a killed process leaves it, is dropped."""
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    """The objects of a file of JSON lines. What is none is left out, such as the torn last line of a killed process."""
+    return list(_objects(path))
 
 
-def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the lines after `step`, so that a resumed run continues the file as if it had never stopped."""
-    kept = [record for record in read_jsonl(path) if record["step"] <= step]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with open(path, errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(record := json.loads(line), dict):
+                    yield record
+
+
+def keep_until(path: Path, step: int) -> int | None:
+    """Drop the lines after `step`, so that a resumed run continues the file as if it had never stopped.
+
+    Returns the last step that was evaluated."""
+    part, evaluated = path.with_name(path.name + ".part"), None
+    with open(part, "w") as file:
+        for record in _objects(path):
+            if isinstance(at := record.get("step"), int) and at <= step:
+                file.write(json.dumps(record) + "\n")
+                evaluated = at if "eval_loss" in record else evaluated
+    os.replace(part, path)
+    return evaluated
 
 
 class Metrics:
@@ -42,7 +56,7 @@ class Metrics:
         from tensorboardX import SummaryWriter
 
         self.wandb = _wandb(workdir, config) if config.wandb else None
-        self.records = keep_until(workdir / METRICS, start)
+        self.evaluated = keep_until(workdir / METRICS, start)
         keep_until(workdir / SAMPLES, start)
         self.file = open(workdir / METRICS, "a")  # noqa: SIM115
         self.samples = open(workdir / SAMPLES, "a")  # noqa: SIM115
@@ -57,6 +71,7 @@ class Metrics:
     def evaluation(self, record: dict[str, Any]) -> None:
         """Metrics of an evaluation."""
         self._write(record)
+        self.evaluated = record["step"]
         self.line.say(f"step {record['step']}: held-out loss {record['eval_loss']:.4f}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
@@ -79,7 +94,6 @@ class Metrics:
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {name: finite(value) for name, value in record.items()}
-        self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
@@ -87,6 +101,22 @@ class Metrics:
             self.events.add_scalar(name, value, record["step"])
         if self.wandb:
             self.wandb.log(numbers, step=record["step"])
+
+
+class NoMetrics:
+    """What a process that writes none has instead: all but process 0."""
+
+    def __init__(self, *_: Any):
+        self.evaluated, self.line = None, self
+
+    def step(self, record: dict[str, Any]) -> None: ...
+    def sample(self, step: int, prompt: str, text: str) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Remember it, as the process that writes does."""
+        self.evaluated = record["step"]
 
 
 class Line:

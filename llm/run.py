@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.checkpoint import Checkpoints
-from llm.config import Config
+from llm.config import TOKENIZER, Config, DataConfig
 from llm.data.corpus import Corpus, open_corpus
 from llm.data.tokenizer import Tokenizer
 from llm.devices import select_devices
@@ -13,7 +13,6 @@ from llm.step import build
 from llm.workdir import CHECKPOINTS, MODEL, check_resume, load_config
 from parallel.errors import UserError
 
-TOKENIZER = "tokenizer.json"
 CORPUS = "corpus"
 
 
@@ -40,14 +39,15 @@ def open_run(workdir: str | Path, step: int | None = None, config: Config | None
     config, devices = select_devices(config)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     try:
-        step = pick_step(checkpoints, workdir, step)
+        wanted = pick_step(checkpoints, workdir, step)
         tokenizer = Tokenizer.load(workdir / TOKENIZER, config.model.vocab)
-        data = config.data
+        data = own_tokenizer(config.data, workdir)
         if data != saved.data and not data.tokenizer:  # other text, read with the tokens that the model knows
             data = dataclasses.replace(data, tokenizer=str(workdir / TOKENIZER))
         corpus = open_corpus(data, config.model.vocab, workdir / CORPUS) if with_corpus else None
         program = build(config, devices)
-        params = restore_params(checkpoints, step, program)
+        read = lambda step: restore_params(checkpoints, step, program)
+        step, params = (wanted, read(wanted)) if step not in (None, -1) else checkpoints.newest(read)
     finally:
         checkpoints.close()
     return Run(config, step, program, params, tokenizer, corpus)
@@ -55,11 +55,11 @@ def open_run(workdir: str | Path, step: int | None = None, config: Config | None
 
 def pick_step(checkpoints: Checkpoints, workdir: Path, step: int | None) -> int:
     """The asked step, or the newest. Raises UserError naming the steps that there are."""
-    steps = sorted(checkpoints.steps())
-    if not steps:
+    newest, steps = checkpoints.latest(), checkpoints.steps()
+    if newest is None:
         raise UserError(f"--workdir={workdir}: the run has not saved a checkpoint yet")
     if step is None or step == -1:
-        return steps[-1]
+        return newest
     if step not in steps:
         raise UserError(f"--step={step}: the checkpoints in {workdir} are of the steps {', '.join(map(str, steps))}")
     return step
@@ -69,3 +69,35 @@ def restore_params(checkpoints: Checkpoints, step: int, program: Any) -> Any:
     """The parameters alone, in the program's layout."""
     abstract, stored = program.abstract_state(), program.stored()
     return checkpoints.restore(step, {"params": abstract["params"]}, {"params": stored["params"]})["params"]
+
+
+def own_tokenizer(data: DataConfig, workdir: Path) -> DataConfig:
+    """The same data, read with the run's own copy of its tokenizer when the file that it was read from is gone."""
+    gone = data.tokenizer and not Path(data.tokenizer).exists() and (workdir / TOKENIZER).is_file()
+    return dataclasses.replace(data, tokenizer=str(workdir / TOKENIZER)) if gone else data
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The checkpoint that `init_from` names, whose parameters and tokenizer another run begins with."""
+
+    name: str
+    checkpoints: Checkpoints
+    step: int
+    tokenizer: str | None
+
+    @classmethod
+    def of(cls, config: Config) -> "Source | None":
+        """Raises UserError when there is no such checkpoint or when it is of another model."""
+        run, step = config.init_source() or (None, None)
+        if run is None:
+            return None
+        load_config(run)
+        check_resume(run, config, MODEL)
+        checkpoints = Checkpoints(Path(run) / CHECKPOINTS, 1)
+        step = pick_step(checkpoints, Path(run), step)
+        return cls(config.init_from, checkpoints, step, checkpoints.meta(step).get("tokenizer"))
+
+    def params(self, program: Any) -> Any:
+        """The parameters in the program's layout."""
+        return restore_params(self.checkpoints, self.step, program)

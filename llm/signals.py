@@ -1,11 +1,11 @@
-"""A polite stop: the first SIGINT or SIGTERM is noted for the loop to act on, a second one ends the process at once."""
+"""A polite stop: the first SIGINT, SIGTERM or SIGUSR1 is noted for the loop, a second one ends the process at once."""
 
 import os
 import signal
 import sys
 import threading
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:

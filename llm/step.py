@@ -4,7 +4,9 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +21,12 @@ from llm.config import Config
 from llm.model import REMAT, Transformer
 from llm.objective import CrossEntropy
 from llm.optimizer import learning_rate, like_params, make_optimizer
-from parallel import pipeline, schedule
+from parallel import pipeline, schedule, xla_flags
 from parallel.mesh import make_mesh
 from parallel.sharding import Stored, make_layout, manual_part, memory_shape, pad, stored
 
 Tree = Any
+_place = jax.make_array_from_callback  # in several processes each makes only its own part
 DEFERRED = ("1f1b", "eager-1f1b", "interleaved", "looped-bfs")  # published with a whole backward, better without
 COSTS = dict(none=(6.0, 10.0, 4.0), selective=(6.0, 12.0, 4.0), full=(6.0, 15.0, 4.0))
 """Remat -> relative times of F, B and W: the matmuls of an attention and MLP layer in each."""
@@ -83,7 +86,8 @@ class Program:
     def _model(self, **changes) -> Transformer:
         c = self.config
         model = dataclasses.replace(c.model, **changes)
-        return Transformer(model, DTYPES[c.train.dtype], c.mesh.tensor, CrossEntropy(model.z_loss))
+        kernel = dict(backend=c.train.attention, strict=c.train.attention_strict)
+        return Transformer(model, DTYPES[c.train.dtype], c.mesh.tensor, CrossEntropy(model.z_loss), **kernel)
 
     @functools.cached_property
     def specs(self) -> Tree:
@@ -184,13 +188,26 @@ class Program:
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, pipeline.SIDE)
 
-    def put(self, batch: dict[str, np.ndarray]) -> Tree:
-        """A batch of rows [R, ...] on the devices as microbatches [M, R / M, ...]."""
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """The rows of a global batch that the devices of this process hold, in order: int64 numbers."""
+        shape = (self.config.pipeline.microbatches, self.config.batch.rows // self.config.pipeline.microbatches)
+        numbers_MR = np.arange(self.config.batch.rows).reshape(shape)
+        parts = self.batch_sharding.addressable_devices_indices_map(shape).values()
+        return np.unique(np.concatenate([numbers_MR[part].ravel() for part in parts]))
+
+    def put(self, batch: dict[str, np.ndarray], rows: np.ndarray | None = None) -> Tree:
+        """A global batch of R rows on the devices as microbatches [M, R / M, ...].
+
+        batch: leaves [R, ...], or only those of the `rows` with these numbers, in their order, `own_rows` among them."""
 
         def one(a):
             a = np.asarray(a)
-            a = a.reshape(self.config.pipeline.microbatches, -1, *a.shape[1:])
-            return jax.make_array_from_callback(a.shape, self.batch_sharding, lambda index: a[index])
+            count = len(a) if rows is None else self.config.batch.rows
+            where = np.full(count, -1)  # in `a`, of each row of the global batch
+            where[slice(None) if rows is None else rows] = np.arange(len(a))
+            where_MR = where.reshape(self.config.pipeline.microbatches, -1)
+            return _place((*where_MR.shape, *a.shape[1:]), self.batch_sharding, lambda index: a[where_MR[index[:2]]])
 
         return {name: one(a) for name, a in batch.items()}
 
@@ -224,45 +241,48 @@ class Program:
         sums, grads, _ = run(state["params"], {}, self._side(batch, state["step"]), table)
         return dict(sums, tokens=model.objective.denominator(batch)), grads
 
-    def apply(self, state: Tree, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        """(state, metrics) after the update with these gradients; to be called under jit."""
+    def apply(self, state: Tree, sums: Tree, grads: Tree, limit: jax.Array | float = math.inf) -> tuple[Tree, Tree]:
+        """(state, metrics) after the update with these gradients, left out when their norm is above `limit`; under jit."""
         clip = self.config.optimizer.clip
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
         factor = jnp.where(finite & (norm > clip), clip / norm, 1) if clip else jnp.ones(())
         rate = learning_rate(self.config.optimizer, self.config.train.steps)(state["step"])
-        params, moments = self._update(state, grads, factor, rate, finite)
-        skipped = 1 - finite.astype(jnp.int32)
+        keep = finite & (norm <= limit)
+        params, moments = self._update(state, grads, factor, rate, keep)
+        skipped = 1 - keep.astype(jnp.int32)
         new = dict(step=state["step"] + 1, skipped=state["skipped"] + skipped, params=params, optimizer=moments)
         return new, dict(sums, grad_norm=norm, lr=rate, skipped=skipped)
 
-    def _train_step(self, state: Tree, batch: Tree, table: Tree) -> tuple[Tree, Tree]:
-        return self.apply(state, *self.gradients(state, batch, table))
+    def _train_step(self, state: Tree, batch: Tree, table: Tree, limit: jax.Array | float = math.inf) -> tuple[Tree, Tree]:
+        return self.apply(state, *self.gradients(state, batch, table), limit)
 
     @functools.cached_property
     def compiled_train_step(self):
-        """The jitted (state, batch, table) -> (state, metrics); the state is donated."""
+        """The jitted (state, batch, table[, limit of the gradient norm]) -> (state, metrics); the state is donated."""
         return self.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
 
     def _put_table(self, plan: pipeline.Plan) -> Tree:
-        at = dict(ranks=P(None, "pipe"), joint=P())
-        return {n: jax.device_put(a, NamedSharding(self.mesh, at[n])) for n, a in plan.table.items()}
+        return {n: _place(a.shape, NamedSharding(self.mesh, pipeline.TABLE[n]), a.__getitem__) for n, a in plan.table.items()}
 
     @functools.cached_property
     def device_table(self) -> Tree:
         return self._put_table(self.plan)
 
-    def train_step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    def train_step(self, state: Tree, batch: Tree, limit: float | None = None) -> tuple[Tree, Tree]:
         """(state, metrics) after one update; `state` must not be used again. batch: from `put`.
 
-        metrics: loss, grad_norm (before the clip), lr (of this update), skipped (1 when something was not finite: then
-        only the counters change), tokens (counted in the loss)."""
+        metrics: loss, grad_norm (before the clip), lr (of this update), skipped (1 when something was not finite or the
+        norm was above `limit`: then only the counters change), tokens (counted in the loss)."""
+        limits = () if limit is None else (np.float32(limit),)
         with jax.set_mesh(self.mesh):
-            return self.compiled_train_step(state, batch, self.device_table)
+            return self.compiled_train_step(state, batch, self.device_table, *limits)
 
     @functools.cached_property
     def jit(self) -> Callable:
         """jax.jit with the compiler options that this mesh needs."""
+        if self.devices[0].platform == "gpu":
+            return functools.partial(jax.jit, compiler_options=xla_flags.options())
         if self.devices[0].platform != "cpu" or self.config.train.dtype == "float32":
             return jax.jit
         # XLA:CPU aborts when it widens a bf16 all-reduce whose reduction holds a copy (seen in jax 0.10.2 and 0.12)
@@ -276,7 +296,8 @@ class Program:
             out, _ = pipeline.outputs(model, self.forward_plan, predict)(params, {}, self._side(batch, 0), table)
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
 
-        jitted = [self.jit(functools.partial(run, f)) for f in (model.score, model.likelihood)]
+        whole = NamedSharding(self.mesh, P())  # every process reads all rows
+        jitted = [self.jit(functools.partial(run, f), out_shardings=whole) for f in (model.score, model.likelihood)]
         return [lambda *args, f=f: f(*args, table) for f in jitted]
 
     def eval_step(self, params: Tree, batch: Tree) -> dict[str, jax.Array]:
@@ -290,6 +311,30 @@ class Program:
             return self._forward[1](params, batch)
 
     # ------------------------------------------------------------------------------------------- facts
+    @functools.cached_property
+    def arguments(self) -> tuple:
+        """Shapes, types and shardings of what `train` gives compiled_train_step; nothing is allocated."""
+        m, (rows, length) = self.config.pipeline.microbatches, self.batch_shape
+        row = lambda dtype, *shape: jax.ShapeDtypeStruct((m, rows // m, *shape), dtype, sharding=self.batch_sharding)
+        batch = {name: row(np.int32, length) for name in ("tokens", "targets", "segments", "positions")}
+        batch |= dict(weights=row(np.float32, length), example=row(np.int32))
+        named = lambda name: NamedSharding(self.mesh, pipeline.TABLE[name])
+        table = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named(n)) for n, a in self.plan.table.items()}
+        limit = [jax.ShapeDtypeStruct((), np.float32)] if self.config.train.spike else []
+        return self.abstract_state(), batch, table, *limit
+
+    @functools.cached_property
+    def traced(self):
+        """The traced training step: `.jaxpr`, `.lower().compile()` (under the mesh)."""
+        given = self.arguments
+        with jax.set_mesh(self.mesh):
+            return self.compiled_train_step.trace(*given)
+
+    def fingerprint(self) -> str:
+        """Hash of the jaxpr of the training step on this kind of device: equal programs have equal ones, in any process."""
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(self.traced.jaxpr))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     @property
     def parameters(self) -> int:
         """Number of parameters, padding and empty slots not counted."""
@@ -310,9 +355,10 @@ class Program:
         """The attention back end that the model gets on these devices."""
         model = self.config.model
         features = {"packed", *["window"] * any(model.windowed), *["softcap"] * bool(model.attention_softcap)}
-        return attention.chosen(
-            self.config.train.dtype, model.head_dim, features, attention.backends.target(self.mesh.abstract_mesh)[0]
-        )
+        train, backends = self.config.train, attention.backends
+        need = backends.Need(train.dtype, model.head_dim, frozenset(features))
+        target = backends.target(self.mesh.abstract_mesh)
+        return attention.chosen(need, target, train.attention, train.attention_strict)
 
     def describe(self) -> dict[str, Any]:
         """The facts that a run prints when it starts."""

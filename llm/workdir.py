@@ -1,7 +1,10 @@
-"""A run's folder: the configuration saved in it and what may change when the run goes on. Needs no jax."""
+"""A run's folder: its lock, the configuration saved in it and what may change when the run goes on. Needs no jax."""
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from parallel.errors import UserError
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 # Changing these makes the saved state meaningless; but a change of dropout or z_loss is one of training only.
 REFUSED = ("model.", "optimizer.name", "data.")
@@ -19,6 +23,23 @@ MODEL = ("model.",)
 TRAINING = ("model.dropout", "model.z_loss")
 # Changing these changes what the next steps compute: allowed, and said. All else (layout, schedule, saving) does not.
 TOLD = ("batch.", "optimizer.", "train.seed", "train.steps", "train.dtype")
+
+
+@contextlib.contextmanager
+def locked(workdir: str | Path) -> Iterator[None]:
+    """The folder, made if need be, for this process alone: what two runs write to it would be lost.
+
+    Raises UserError when another process has it or when it cannot be made."""
+    try:
+        Path(workdir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--workdir={workdir} cannot be made a folder: {error.strerror}") from error
+    with open(Path(workdir) / LOCK, "w") as file:  # the lock ends with the process, however that ends
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process works in --workdir={workdir}: stop it, or use another folder") from error
+        yield
 
 
 def save_config(workdir: str | Path, config: Config) -> None:
@@ -37,11 +58,16 @@ def load_config(workdir: str | Path) -> Config:
         raise UserError(f"{path} is not a saved configuration: {error}") from error
 
 
+def step_folders(folder: str | Path) -> list[int]:
+    """The steps of a folder of checkpoints by the names in it, in order, whatever their state."""
+    folder = Path(folder)
+    entries = [entry for entry in folder.iterdir() if entry.name.isdecimal()] if folder.is_dir() else []
+    return sorted(int(entry.name) for entry in entries if entry.name == str(int(entry.name)) and entry.is_dir())
+
+
 def newest_step(workdir: str | Path) -> int | None:
     """The newest saved step of a run's folder by the names in it, or None. Step 0 is an imported model."""
-    folder = Path(workdir) / CHECKPOINTS
-    steps = [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()] if folder.is_dir() else []
-    return max(steps, default=None)
+    return max(step_folders(Path(workdir) / CHECKPOINTS), default=None)
 
 
 def check_resume(workdir: str | Path, config: Config, refused: tuple[str, ...] = REFUSED) -> list[str]:
@@ -51,7 +77,8 @@ def check_resume(workdir: str | Path, config: Config, refused: tuple[str, ...] =
         return []
     if newest == 0:  # imported: its first training chooses text and optimiser
         refused = MODEL
-    before, now = (leaves(replace(c, model=c.model.resolved())) for c in (load_config(workdir), config))
+    derived = lambda c: replace(c, model=c.model.resolved(), data=replace(c.data, tokenizer=c.tokenizer()))
+    before, now = (leaves(derived(c)) for c in (load_config(workdir), config))
     changed = {
         name: f"{name} was {before[name][1]} and is now {value}" for name, (_, value) in now.items() if value != before[name][1]
     }

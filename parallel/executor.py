@@ -185,7 +185,8 @@ class Executor:
     def _f_slot(self, k, s):
         busy = k["F_busy"]
         embed = lambda: jax.tree.map(vocabulary.total, self.model.embed(self.shared, self._side(k["enter"])))
-        entering = lax.cond(k["enter"] >= 0, embed, lambda: self._blank(self.carry))
+        with jax.named_scope("enter"):
+            entering = lax.cond(k["enter"] >= 0, embed, lambda: self._blank(self.carry))
         x = _choose(k["F_first"] > 0, entering, _at(s["x"], k["F_x"]))
         into = {name: s[name] for name in ("a", "aw") if self.train}, s["state"]
         idle = lambda into: (self._blank(self.carry), *into, self._blank(s["layer_sums"]))
@@ -205,7 +206,8 @@ class Executor:
             return jax.tree.map(jnp.add, s["sums"], sums), dy, g_shared
 
         nothing = lambda g_shared: (s["sums"], self._blank(self.carry), g_shared)
-        s["sums"], dy, s["g_shared"] = lax.cond(leave >= 0, head, nothing, s["g_shared"])
+        with jax.named_scope("leave"):
+            s["sums"], dy, s["g_shared"] = lax.cond(leave >= 0, head, nothing, s["g_shared"])
         return dict(s, g=_put(s["g"], dy, k["head_g"]))
 
     def _b_slot(self, k, s):
@@ -217,7 +219,8 @@ class Executor:
             dx = jax.tree.map(lambda d: vocabulary.from_rank(d, self.rows.first_rank), s["dx"])
             return self.model.embed_backward(self.shared, self._side(k["exit"]), dx, g_shared)
 
-        return dict(s, g_shared=lax.cond(k["exit"] >= 0, leave, lambda g: g, s["g_shared"]))
+        with jax.named_scope("exit"):
+            return dict(s, g_shared=lax.cond(k["exit"] >= 0, leave, lambda g: g, s["g_shared"]))
 
     def _w_slot(self, k, s):
         grads = self._slot(k["W_busy"], lambda grads: self._w_chunk(k, s, grads), lambda grads: grads, s["g_layers"])
@@ -272,7 +275,8 @@ class Executor:
                     **{n: row[1][i] for i, n in enumerate(JOINT_FIELDS)},
                 }
                 for held, slot in slots:
-                    s = slot(k, dict(s)) if held else s
+                    with jax.named_scope(slot.__name__.strip("_")):  # what profiles and the compiled program call it
+                        s = slot(k, dict(s)) if held else s
                 if self.plan.stamp is not None:
                     self._stamp(s, row[2])
                 return s, None

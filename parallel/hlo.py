@@ -4,6 +4,7 @@ A collective in a loop runs in every turn of it, one in a branch only when the b
 is what cost tests and a planner ask. Reads the text of XLA:CPU, and the asynchronous forms that XLA:GPU writes."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,9 @@ class Instruction:
 
     kind: its opcode. results: (type, dimensions) of each result. loops: the number of turns of each loop around it, the
     outermost first, 0 where the program does not say. branches: conditionals around it. fused: it is inside a fusion, so
-    its results are not written to memory. source: the place in the traced program that it comes from."""
+    its results are not written to memory. source: the place in the traced program that it comes from. path: the computations
+    around it, of which the last lists it. operands: names. branch: the source of the outermost conditional around it.
+    target: what a custom call calls (and a kernel's name), or the kind of a fusion. flops: of a matrix product, else 0."""
 
     name: str
     kind: str
@@ -51,6 +54,11 @@ class Instruction:
     branches: int
     fused: bool
     source: str
+    path: tuple[str, ...]
+    operands: tuple[str, ...]
+    branch: str
+    target: str
+    flops: int
 
     @property
     def bytes(self) -> int:
@@ -65,9 +73,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Collective(Instruction):
-    """A collective: kind is one of KINDS. groups: the partitions that communicate, or a permute's (source, target)."""
+    """A collective: kind is one of KINDS. groups: the partitions that communicate, or a permute's (source, target).
+    begun: path and name of the instruction that begins it, when another awaits it."""
 
     groups: tuple[tuple[int, ...], ...]
+    begun: tuple[tuple[str, ...], str] | None = None
 
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The mesh axes that it crosses, for a mesh of `sizes` (outermost axis first) in the order of the devices."""
@@ -85,9 +95,11 @@ def instructions(text: str) -> list[Instruction]:
     computations, entry = _computations(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     everyone = tuple(range(int(partitions[1]) if partitions else 1))
+    groups = functools.lru_cache(maxsize=None)(lambda code: _groups(code, everyone))
     found = []
 
-    def visit(name: str, loops: tuple[int, ...], branches: int, fused: bool) -> None:
+    def visit(name, around, loops, branch, branches, fused, begun) -> None:
+        path, shapes = (*around, name), {}
         for line in computations.get(name, ()):
             code, _, meta = re.sub(r"/\*.*?\*/", "", line).partition(", metadata={")
             match = _INSTRUCTION.match(code)
@@ -96,23 +108,44 @@ def instructions(text: str) -> list[Instruction]:
             called = [(key, [callee]) for key, callee in _CALLED.findall(code)]
             called += [(key, re.findall(r"[\w.-]+", names)) for key, names in _CALLED_LISTS.findall(code)]
             kind = match[3].removesuffix("-start")
-            begun = kind != match[3] and kind in KINDS
-            wrapper = begun and any(key in ("calls", "called_computations") for key, _ in called)
+            begins, mine = kind != match[3], begun
+            if begins and begun is None:
+                mine = path, match[1]
+            wrapper = begins and kind in KINDS and any(key in ("calls", "called_computations") for key, _ in called)
+            told = re.search(r'op_name="([^"]*)"', meta)
+            source = told[1] if told else ""
             if not wrapper:  # what it wraps is met below
-                source = re.search(r'op_name="([^"]*)"', meta)
-                shape = _elements(match[2])[1] if begun and kind != "all-reduce" else match[2]
-                where = loops, branches, fused, source[1] if source else ""
-                common = match[1], kind if begun else match[3], _results(shape), *where
-                found.append(Collective(*common, _groups(code, everyone)) if kind in KINDS else Instruction(*common))
+                collective = kind in KINDS
+                shape = _elements(match[2])[1] if collective and begins and kind != "all-reduce" else match[2]
+                results = _results(shape)
+                shapes[match[1]] = _results(match[2])
+                operands = tuple(re.findall(r"%([\w.-]+)", code[match.end() :].partition("), ")[0]))
+                target = re.search(r'(?:custom_call_target="|kind=)([^",]*)', code)
+                kernel = re.search(r' name = "(\w+)"', line) if match[3] == "custom-call" else None
+                flops = _flops(match[3], code + meta, results, [shapes.get(name, ()) for name in operands])
+                common = match[1], kind if collective else match[3], results, loops, branches, fused, source
+                common = *common, path, operands, branch, " ".join(found[1] for found in (target, kernel) if found), flops
+                found.append(Collective(*common, groups(_group_text(code)), mine) if collective else Instruction(*common))
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for key, names in called:
                 inside = (*loops, int(trips[1]) if trips else 0) if key in ("body", "condition") else loops
-                taken = branches + key.endswith(("_computation", "branch_computations"))
+                branching = key.endswith(("_computation", "branch_computations"))
+                within = fused or match[3] in ("fusion", "fusion-start")
+                where = (branch or source) if branching else branch
                 for callee in names:
-                    visit(callee, inside, taken, fused or match[3] in ("fusion", "fusion-start"))
+                    visit(callee, path, inside, where, branches + branching, within, mine)
 
-    visit(entry, (), 0, False)
+    visit(entry, (), (), "", 0, False, None)
     return found
+
+
+def _flops(kind: str, line: str, results: tuple, operands: list) -> int:
+    """Multiplications and additions of a matrix product, from its contracted dimensions."""
+    contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", line)
+    if not (kind == "dot" or (kind == "custom-call" and contracted)) or not operands or not operands[0]:
+        return 0
+    dims = [int(d) for d in re.findall(r"\d+", contracted[1])] if contracted else []
+    return 2 * math.prod(results[0][1]) * math.prod(operands[0][0][1][d] for d in dims)
 
 
 def collectives(text: str) -> list[Collective]:
@@ -134,6 +167,12 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     if not entry:
         raise ValueError("this is not the text of a compiled program: there is no ENTRY computation")
     return computations, entry
+
+
+def _group_text(code: str) -> str:
+    """What an instruction says of its groups, which many share."""
+    found = re.search(r"(?:replica_groups|source_target_pairs)=.*", code)
+    return found[0] if found else ""
 
 
 def _groups(code: str, everyone: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

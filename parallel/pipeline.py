@@ -91,6 +91,7 @@ def make_plan(mesh: Mesh, layout: Layout, specs: Tree, ticks: TickTable, **optio
     return Plan(mesh, layout, specs, ticks, lower(ticks), **options)
 
 
+TABLE = dict(ranks=P(None, "pipe"), joint=P())  # leaves of table
 SIDE = P(None, BATCH_AXES)  # leaves of side: [microbatches, rows, ...]
 STATE = P(None, "pipe")  # leaves of state: [chunks, pipe, (microbatches,) slots, ...]
 STATE_OF_ROWS = P(None, "pipe", None, None, BATCH_AXES)  # those that hold something of every row: [..., slots, rows, ...]
@@ -131,11 +132,10 @@ def outputs(model: Model, plan: Plan, predict: Callable[[Tree, Tree, Tree], Tree
 
 def _manual(plan: Plan, run: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
     index_CPL = np.asarray(plan.layout.index_CPL, np.int32)
-    table = dict(ranks=P(None, "pipe"), joint=P())
     mapped = jax.shard_map(
         run,
         mesh=plan.mesh,
-        in_specs=(*in_specs, P(None, "pipe"), table),
+        in_specs=(*in_specs, P(None, "pipe"), TABLE),
         out_specs=out_specs,
         axis_names=set(MANUAL_AXES),
         check_vma=False,  # with checking, a kernel's interpreter stops at literals and a custom VJP at its type

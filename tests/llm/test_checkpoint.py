@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import llm.checkpoint
 from llm.arrays import BLOCK, Info, Saved
-from llm.checkpoint import Checkpoints, names, read, writing
+from llm.checkpoint import Checkpoints, kept, names, read, writing
 from llm.optimizer import like_params, make_optimizer
 from parallel import sharding
 from parallel.errors import CheckError, UserError
@@ -133,6 +134,16 @@ def test_every_layout_reads_every_other(writer, setups, tmp_path):
             assert leaf.sharding == abstract.sharding and leaf.dtype == abstract.dtype
 
 
+@pytest.mark.parametrize("numbers", [1, 2 * WIDTH + 1])
+def test_piece_by_piece(numbers, setups, tmp_path, monkeypatch):
+    """Leaves that reach the devices in single layers, or in a few rows and overlapping ends."""
+    save(tmp_path, setups["pipe4"], 3)
+    monkeypatch.setattr("llm.arrays.PIECE", 4 * 8 * numbers)
+    for name in ("one", "v placement", "by hand"):
+        got = Checkpoints(tmp_path, 1).restore(3, setups[name].abstract, setups[name].stored)
+        assert_equal(got, setups[name].expected(3))
+
+
 def test_the_files_do_not_depend_on_the_layout(setups, tmp_path):
     """The layout on disk: names, shapes, chunks and every byte."""
     contents = []
@@ -234,6 +245,34 @@ def test_keeps_the_newest(setups, tmp_path):
     assert Checkpoints(tmp_path, 3).steps() == [600]
 
 
+@pytest.mark.smoke
+def test_which_steps_stay():
+    nan, inf = float("nan"), float("inf")
+    rising = {100: 1.0, 200: 2.0, 300: 3.0, 400: 4.0, 500: 5.0}
+    assert kept(rising, 2, 1) == {100, 400, 500} and kept(rising, 1, 0) == {500}
+    assert kept(rising, 1, 2) == {100, 200, 500} and kept(rising, 9, 9) == set(rising)
+    assert kept({1: nan, 2: None, 3: -inf, 4: 2.0, 5: nan}, 1, 3) == {4, 5}
+    assert kept({1: nan, 2: None, 3: "x"}, 1, 1) == {3}
+    assert kept({}, 1, 1) == set()
+
+
+def test_keeps_the_newest_and_the_best(setups, tmp_path):
+    setup = setups["one"]
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 4.0, 60: 5.0}
+    for part in ((10, 20, 30), (40, 50, 60)):  # in two processes, so to say
+        checkpoints = Checkpoints(tmp_path, keep=1, best=2)
+        for step in part:
+            checkpoints.save(step, setup.state(), setup.stored, {"eval_loss": losses[step]})
+        checkpoints.close()
+    assert Checkpoints(tmp_path, 1).steps() == [20, 30, 60]
+    checkpoints = Checkpoints(tmp_path, 3)
+    checkpoints.delete(30)
+    checkpoints.save(30, setup.state(7), setup.stored, {})
+    checkpoints.close()
+    assert Checkpoints(tmp_path, 1).steps() == [20, 30, 60]
+    assert_equal(checkpoints.restore(30, setup.abstract, setup.stored), setup.expected(7))
+
+
 def test_meta_is_exact(setups, tmp_path):
     """Counters beyond 32 and 64 bits, as plain JSON."""
     meta = {"tokens": 2**31 + 5, "rows": 700_000 * 3072, "big": 2**70, "lr": 0.1, "name": "é", "list": [1, None, True]}
@@ -307,7 +346,7 @@ def test_killed_while_saving(setups, tmp_path, caplog):
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "no manifest"])
 def test_an_incomplete_step_is_passed_over(damage, setups, tmp_path, caplog):
-    """A folder that lacks files is not resumed from, is named in a warning and is replaced by the next save of it."""
+    """A folder that lacks files is not resumed from, is named in a warning and makes room for the next save of it."""
     setup = setups["pipe2 v2"]
     save(tmp_path, setup, 10, 20)
     state = tmp_path / "20" / "state"
@@ -321,11 +360,76 @@ def test_an_incomplete_step_is_passed_over(damage, setups, tmp_path, caplog):
     assert "step 20" in caplog.text and ("manifest" if "manifest" in damage else "params/block/query") in caplog.text
     with pytest.raises(CheckError, match=r"step 20 .*"):
         checkpoints.restore(20, setup.abstract, setup.stored)
+    damaged = sorted(path.relative_to(tmp_path / "20") for path in (tmp_path / "20").rglob("*"))
     for step in (20, 30):
         checkpoints.save(step, setup.state(step), setup.stored, {})
     checkpoints.close()
     assert Checkpoints(tmp_path, 2).steps() == [20, 30]
     assert_equal(checkpoints.restore(20, setup.abstract, setup.stored), setup.expected(20))
+    aside = tmp_path / "20.damaged"
+    assert sorted(path.relative_to(aside) for path in aside.rglob("*")) == damaged
+
+
+def test_what_is_not_damaged_is_left_alone(setups, tmp_path, monkeypatch):
+    """A step of a newer version, or one that the system cannot read at the moment; and names that are no steps."""
+    setup = setups["one"]
+    save(tmp_path, setup, 10)
+    monkeypatch.setattr("llm.arrays.FORMAT", 2)
+    save(tmp_path, setup, 20)
+    monkeypatch.undo()
+    (tmp_path / "30").write_text("not a folder")
+    for name in ("007", "٣", "40.damaged"):
+        (tmp_path / name).mkdir()
+    checkpoints = Checkpoints(tmp_path, 1)
+    assert checkpoints.steps() == [10]
+    with pytest.raises(UserError, match=r"step 20 .* has format 2, this version reads up to 1.*nothing was changed"):
+        checkpoints.latest()
+    with pytest.raises(OSError, match="step 20"):
+        checkpoints.save(20, setup.state(), setup.stored, {})
+    save(tmp_path, setup, 40, keep=1)
+    assert (tmp_path / "20/state/manifest.json").is_file() and (tmp_path / "30").is_file()
+    monkeypatch.setattr("llm.arrays.Path.read_text", lambda path, **_: raise_(PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match="Permission denied"):
+        Checkpoints(tmp_path, 1).latest()
+
+
+def raise_(error):
+    raise error
+
+
+def test_the_one_before_a_damaged_one_is_taken(setups, tmp_path, caplog):
+    """A flipped bit is found while reading; the next save sets the step aside, also under a name that is taken."""
+    setup = setups["pipe2 v2"]
+    save(tmp_path, setup, 10, 20, 30)
+    for step in (20, 30):
+        flip(tmp_path / str(step) / "state/params/block/query/c/3/0/0/0")
+    (tmp_path / "30.damaged").mkdir()
+    checkpoints = Checkpoints(tmp_path, 9)
+    assert checkpoints.latest() == 30
+    step, state = checkpoints.newest(lambda step: checkpoints.restore(step, setup.abstract, setup.stored))
+    assert step == 10 and "step 30 is left out" in caplog.text and "step 20 is left out" in caplog.text
+    assert_equal(state, setup.expected(10))
+    checkpoints.save(20, setup.state(20), setup.stored, {})
+    checkpoints.close()
+    assert Checkpoints(tmp_path, 9).steps() == [10, 20]
+    assert {path.name for path in tmp_path.iterdir()} == {"10", "20", "20.damaged", "30.damaged", "30.damaged2"}
+
+
+def test_nothing_readable_is_refused_and_left_alone(setups, tmp_path):
+    save(tmp_path, setups["one"], 10, 20)
+    (tmp_path / "10/state/manifest.json").unlink()
+    flip(tmp_path / "20/state/step/c")
+    before = sorted(tmp_path.rglob("*"))
+    read = lambda step: Checkpoints(tmp_path, 1).restore(step, setups["one"].abstract, setups["one"].stored)
+    with pytest.raises(CheckError, match=r"no checkpoint .* can be read; nothing was changed"):
+        Checkpoints(tmp_path, 1).newest(read)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("file", ["c/3/0/0/0", "zarr.json"])
@@ -346,7 +450,13 @@ def test_a_flipped_bit_is_found(file, setups, tmp_path):
         read(tmp_path, 20, "params/block/query", 2)  # the other layers are whole
 
 
-@pytest.mark.parametrize("when", ["save", "wait", "close"])
+def until_it_fails(checkpoints):
+    for _ in range(1000):  # it does not wait for what goes on in the background
+        checkpoints.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("when", ["save", "wait", "close", "check"])
 def test_a_failed_save_surfaces(when, setups, tmp_path, monkeypatch):
     setup = setups["pipe2 v2"]
     save(tmp_path, setup, 10)
@@ -357,8 +467,8 @@ def test_a_failed_save_surfaces(when, setups, tmp_path, monkeypatch):
 
     monkeypatch.setattr(llm.checkpoint, "write_shards", fail)
     checkpoints.save(20, setup.state(), setup.stored, {})
-    act = {"save": lambda: checkpoints.save(30, setup.state(), setup.stored, {})}
-    with pytest.raises(CheckError, match=r"step 20 .*No space left"):
+    act = {"save": lambda: checkpoints.save(30, setup.state(), setup.stored, {}), "check": lambda: until_it_fails(checkpoints)}
+    with pytest.raises(OSError, match=r"step 20 .*No space left"):
         act.get(when, getattr(checkpoints, when))()
     monkeypatch.undo()
     assert checkpoints.steps() == [10]
