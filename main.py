@@ -5,6 +5,7 @@ Everything that can be refused is refused before jax is imported, so a misspelt 
 
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +49,19 @@ def _on_devices(config: Config, options: Options) -> Config:
     config = request_devices(overrides.apply(config, options.changes), options.devices, job.processes if job else 1)
     if job:
         distributed.join(job, options.join_timeout)
+    if config.plan:
+        import jax
+
+        from llm.layout import auto_layout
+
+        config, text = auto_layout(config, jax.devices(), options.changes)
+        if distributed.is_first():
+            print(text, file=sys.stderr)
     return config
 
 
 def train(options: Options) -> tuple[Any, str, int]:
+    began = time.monotonic()
     if options.config:
         config = _on_devices(overrides.load(options.config), options)
     elif (Path(options.workdir) / CONFIG).is_file():
@@ -62,9 +72,10 @@ def train(options: Options) -> tuple[Any, str, int]:
     from llm.train import train
 
     with distributed.guard():
-        result = train(config, options.workdir)
+        result = train(config, options.workdir, began=began)
     if result["stopped"]:
-        return result, f"stopped at step {result['step']} and saved: the same command goes on", INTERRUPTED
+        at = f"at step {result['step']}, which is saved" if result["step"] else "before the first step: nothing to save"
+        return result, f"stopped {at}; the same command goes on", INTERRUPTED
     return result, "", 0
 
 
@@ -156,6 +167,13 @@ def tokenize(options: Options) -> tuple[Any, str, int]:
 
     paths = overrides.parse("--paths", options.paths, tuple[str, ...])
     document = tokenize(paths, options.tokenizer, options.output, options.workers, options.format)
+    return document, table(document), 0
+
+
+def goodput(options: Options) -> tuple[Any, str, int]:
+    from llm.goodput import goodput, table
+
+    document = goodput(options.workdir, options.draw)
     return document, table(document), 0
 
 
@@ -305,6 +323,7 @@ COMMANDS = {
             Flag("cluster", "nd-h100-v5", "NAME", "a known cluster, or a JSON file that describes one"),
             Flag("gpus", "8", "N", "GPUs; counts take K, M, B, T = 10^3, 10^6, 10^9, 10^12"),
             Flag("batch_tokens", "", "N", "tokens of a step, rounded to whole rows; default: the configuration's rows"),
+            Flag("microbatch_rows", 0, "N", "rows of a microbatch; default: searched"),
             Flag("tokens", "", "N", "tokens of the whole run: adds days, GPU-hours, energy, failures and goodput"),
             Flag("watts", 0.0, "W", "power of a GPU with its share of the node; default: 1.35 times its board"),
             Flag("sweep", "", "A:B", "also plan for A, 2A, 4A ... B GPUs"),
@@ -352,6 +371,11 @@ COMMANDS = {
         timeline,
         (WORKDIR, Flag("draw", "", "FILE", "picture, .png or .svg; default: WORKDIR/timeline.png"), STEP, DEVICES, JSON),
         LAYOUT,
+    ),
+    "goodput": Command(
+        "Productive time of a run and what the rest was lost to, over all its restarts.",
+        goodput,
+        (WORKDIR, Flag("draw", "", "FILE", "picture, .png or .svg; default: WORKDIR/goodput.png"), JSON),
     ),
     "tokenize": Command(
         "Tokenise text files once for many runs, in parallel; data.paths then names the new folder.",

@@ -59,7 +59,7 @@ def dispatch(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
         return _run(commands, list(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.code
     except CheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 4

@@ -22,8 +22,12 @@ def request_devices(config: Config, devices: int = 0, processes: int = 1) -> Con
     if not devices and -1 in config.mesh.sizes().values():
         check_fields(config)
         return config  # only jax can tell how many GPUs are left
-    count = devices or config.validate().mesh.product
-    config = config.validate(count)
+    if config.plan:  # the mesh only says how many virtual devices there are
+        check_fields(config)
+        count = devices or config.mesh.product
+    else:
+        count = devices or config.validate().mesh.product
+        config = config.validate(count)
     if count % processes:
         raise UserError(f"{count} devices cannot be shared out over {processes} processes: each has as many as the others")
     others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT_FLAG)]
@@ -40,6 +44,10 @@ def select_devices(config: Config, devices: Sequence[Any] | None = None) -> tupl
     import jax
 
     devices = list(jax.devices() if devices is None else devices)
+    if config.plan:
+        from llm.layout import auto_layout
+
+        config, _ = auto_layout(config, devices)
     sizes = config.mesh.sizes().values()
     if devices[0].platform == "cpu" and -1 not in sizes and jax.process_count() == 1:
         devices = devices[: config.mesh.product] if min(sizes) > 0 else devices

@@ -30,6 +30,7 @@ _place = jax.make_array_from_callback  # in several processes each makes only it
 DEFERRED = ("1f1b", "eager-1f1b", "interleaved", "looped-bfs")  # published with a whole backward, better without
 COSTS = dict(none=(6.0, 10.0, 4.0), selective=(6.0, 12.0, 4.0), full=(6.0, 15.0, 4.0))
 """Remat -> relative times of F, B and W: the matmuls of an attention and MLP layer in each."""
+UNROLLED = 4  # layers of a chunk: with more, compiling takes minutes
 DTYPES = dict(float32=jnp.float32, bfloat16=jnp.bfloat16)
 
 
@@ -83,6 +84,14 @@ class Program:
         asked = self.config.pipeline.idle
         return asked if asked != "auto" else "skip" if self.devices[0].platform == "cpu" else "compute"
 
+    @property
+    def unroll(self) -> bool:
+        """Whether the layers of a chunk stand one after another in the program. Only so can XLA run a transfer behind them; a
+        loop compiles faster, and on a CPU nothing would overlap."""
+        asked = self.config.pipeline.unroll
+        few = self.devices[0].platform != "cpu" and self.layout.slots <= UNROLLED
+        return few if asked == "auto" else asked == "yes"
+
     def _model(self, **changes) -> Transformer:
         c = self.config
         model = dataclasses.replace(c.model, **changes)
@@ -106,7 +115,7 @@ class Program:
             zero=c.zero,
             stamp=self.stamp,
             dtype=DTYPES[c.train.dtype],
-            unroll=self.devices[0].platform != "cpu",  # on a CPU a loop compiles faster and nothing overlaps
+            unroll=self.unroll,
         )
 
     @functools.cached_property
@@ -378,4 +387,5 @@ class Program:
             "zero": c.zero,
             "dtype": c.train.dtype,
             "attention": self.attention(),
+            "program": self.fingerprint(),
         }

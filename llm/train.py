@@ -3,6 +3,7 @@
 import contextlib
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from llm.data.corpus import Corpus, open_corpus
 from llm.data.tokenizer import Tokenizer
 from llm.devices import select_devices
 from llm.evaluate import held_out_loss
-from llm.fields import to_dict
+from llm.events import EventLog
+from llm.fields import finite, to_dict
 from llm.generate import continue_prompts, encode_prompts
 from llm.metrics import METRICS, Metrics, NoMetrics, check_sinks, read_jsonl
 from llm.run import CORPUS, TOKENIZER, Source, own_tokenizer, restore_params
@@ -35,18 +37,24 @@ from parallel.errors import CheckError, UserError
 SAMPLE_TOKENS = 48
 
 
-def train(config: Config, workdir: str | Path, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+def train(
+    config: Config, workdir: str | Path, devices: Sequence[jax.Device] | None = None, began: float | None = None
+) -> dict[str, Any]:
     """Train, or go on with the run in `workdir`, until config.train.steps or a SIGINT, SIGTERM or SIGUSR1.
 
     The folder gets config.json, tokenizer.json, metrics.jsonl, samples.jsonl, checkpoints/, tensorboard/ and corpus/.
     Returns step, loss (of that step), step_time_s (median of this call's steps but the first, which compiles; None
     without any), stopped (the signal's name or None), skipped (updates left out), rollbacks. Raises UserError, CheckError.
+    began: when this start counts from in the run's log of events, by time.monotonic; default: now.
     """
-    with StopRequest() as stop, locked(workdir) if distributed.is_first() else contextlib.nullcontext():
-        return _train(config, Path(workdir), devices, stop)
+    log = EventLog(Path(workdir) if distributed.is_first() else None, began)
+    with StopRequest() as stop, locked(workdir) if distributed.is_first() else contextlib.nullcontext(), log:
+        return _train(config, Path(workdir), devices, stop, log)
 
 
-def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, stop: StopRequest) -> dict[str, Any]:
+def _train(
+    config: Config, workdir: Path, devices: Sequence[jax.Device] | None, stop: StopRequest, log: EventLog
+) -> dict[str, Any]:
     for change in check_resume(workdir, config):
         print(f"note: {change}")
     config, devices = select_devices(config, devices)
@@ -58,6 +66,8 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
             print(f"the run in {workdir} is finished: step {start} of {config.train.steps}")
             last = dict(step=start, loss=_last_loss(workdir), step_time_s=None)
             return last | dict(stopped=None, skipped=0, rollbacks=0)
+        log.step = start
+        log.write("start", steps=config.train.steps, devices=len(devices))
         source = None if checkpoints.steps() else Source.of(config)
         corpus = _open_corpus(config, workdir, checkpoints.meta(start) if start else {}, source)
         program = build(config, devices)
@@ -66,6 +76,8 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
         for name, value in facts.items():
             print(f"{name:<24}{value:,}" if type(value) is int else f"{name:<24}{value}")
         begin = lambda step: _begin(checkpoints, program, step, source)
+        if checkpoints.steps() or source:
+            log.write("restore")
         start, state = checkpoints.newest(begin) if checkpoints.steps() else (0, begin(None))
         meta = checkpoints.meta(start) if start else {}
         if start:
@@ -74,8 +86,9 @@ def _train(config: Config, workdir: Path, devices: Sequence[jax.Device] | None, 
             print("starting from the imported model")
         elif source:
             print(f"starting from the parameters of {source.name} at step {source.step}")
-        save_config(workdir, config)  # when nothing can be refused any more
-        return Loop(config, workdir, program, corpus, checkpoints, stop, begin).run(state, start, meta)
+        if distributed.is_first():
+            save_config(workdir, config)  # when nothing can be refused any more
+        return Loop(config, workdir, program, corpus, checkpoints, stop, begin, log).run(state, start, meta)
     finally:
         checkpoints.close()
 
@@ -91,7 +104,8 @@ def _begin(checkpoints: Checkpoints, program: Any, step: int | None, source: Sou
 
 def _open_corpus(config: Config, workdir: Path, meta: dict[str, Any], source: Source | None) -> Corpus:
     """The corpus; a resumed run must read it with the tokens it began with, and so must a run that begins with `source`."""
-    corpus = open_corpus(own_tokenizer(config.data, workdir), config.model.vocab, workdir / CORPUS)
+    with distributed.first_goes_first("corpus"):  # it builds what the others open
+        corpus = open_corpus(own_tokenizer(config.data, workdir), config.model.vocab, workdir / CORPUS)
     corpus.rows(config.batch.length)  # refuses a text shorter than a row
     if config.evaluate.every:
         corpus.held_out_batches(config.batch.rows, config.batch.length)  # refuses when nothing is held out
@@ -101,9 +115,10 @@ def _open_corpus(config: Config, workdir: Path, meta: dict[str, Any], source: So
         )
     if source and source.tokenizer not in (None, corpus.tokenizer.hash):
         raise UserError(f"init_from={source.name} has another tokenizer than data.tokenizer names: leave data.tokenizer empty")
-    if meta and (meta["tokenizer"], meta["corpus"]) != (corpus.tokenizer.hash, corpus.folder.name):
-        raise UserError(f"the text behind data.paths has changed since the run in {workdir} began: use another --workdir")
-    corpus.tokenizer.save(workdir / TOKENIZER)
+    if meta and (meta["tokenizer"], meta["corpus"]) != (corpus.tokenizer.hash, corpus.identity):
+        raise UserError(f"the text behind the data has changed since the run in {workdir} began: use another --workdir")
+    if distributed.is_first():
+        corpus.tokenizer.save(workdir / TOKENIZER)
     return corpus
 
 
@@ -121,6 +136,21 @@ class Unread(NamedTuple):
     began: float
 
 
+class Finish(threading.Thread):
+    """Notes when the devices have made some values: `at`, by time.perf_counter, or None as long as they have not."""
+
+    def __init__(self, values: Any):
+        super().__init__(name="finish", daemon=True)
+        self.values, self.at = values, None
+        self.start()
+
+    def run(self) -> None:
+        """Wait for them; an error is for who reads them."""
+        with contextlib.suppress(Exception):
+            jax.block_until_ready(self.values)
+            self.at = time.perf_counter()
+
+
 class Loop:
     """Steps, and what is due after some of them: evaluation, samples, saving.
 
@@ -136,12 +166,13 @@ class Loop:
         checkpoints: Checkpoints,
         stop: StopRequest,
         begin: Callable[[int | None], Any],
+        log: EventLog,
     ):
         self.config, self.workdir, self.program, self.corpus = config, workdir, program, corpus
-        self.checkpoints, self.stop, self.begin = checkpoints, stop, begin
+        self.checkpoints, self.stop, self.begin, self.log = checkpoints, stop, begin, log
         self.sampler = Decoder(program, rows=1)
         self.row_tokens = config.batch.rows * config.batch.length
-        self.watchdog = Watchdog(config.train.watchdog)
+        self.watchdog = Watchdog(config.train.watchdog, log.close_soon)
         self.profile = config.profile_range() if distributed.is_first() else None
         device = program.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind, config.train.dtype)
@@ -152,7 +183,8 @@ class Loop:
         """Take the steps after `start`, whose checkpoint had this meta; returns what `train` does."""
         self._restart(start, meta)
         self.saved, self.oldest, self.rollbacks = start, math.inf, 0
-        self.record, self.times, self.skipped, self.tracing, self.stopped = None, [], 0, False, None
+        self.record, self.times, self.skipped, self.eval_loss = None, [], 0, None
+        self.tracing, self.stopped = False, None
         try:
             if start:
                 self._evaluate(state)  # in case the run stopped between saving and evaluating
@@ -160,11 +192,12 @@ class Loop:
             if self.times and self.skipped == len(self.times) and self.step == self.config.train.steps:
                 raise CheckError(
                     f"all {self.skipped} updates were skipped, because the loss or the gradient was not finite or above "
-                    "train.spike: nothing was learned or saved; lower optimizer.lr, or look at the data"
+                    "train.spike, so nothing was learned: lower optimizer.lr, or look at the data"
                 )
             if self.step > self.saved:
                 self._save(state)
-            self.checkpoints.wait()
+            with self.log.phase("save"):
+                self.checkpoints.wait()
         finally:
             if self.tracing:
                 jax.profiler.stop_trace()
@@ -182,7 +215,7 @@ class Loop:
 
     def _restart(self, step: int, meta: dict[str, Any]) -> None:
         """Go on after `step`. `position` is the number of the next batch: the step, unless a roll-back skipped some."""
-        self.step, self.position = step, meta.get("position", step)
+        self.step, self.position, self.log.step = step, meta.get("position", step), step
         self.skips = Skips(self.config.train.spike, self.config.train.rollback, meta.get("skips"))
         writes = Metrics if distributed.is_first() else NoMetrics
         self.metrics = writes(self.workdir, self.config, step, self.program.bubble())
@@ -191,21 +224,27 @@ class Loop:
 
     def _steps(self, state: Any) -> Any:
         steps = self.config.train.steps
+        self.log.write("data")
         batch = self._batch() if self.step < steps else None
+        self.log.write("compile")
         while (self.step < steps or self.skips.too_many) and not self._stopping():
             if self.skips.too_many:
                 state = batch = None  # their memory is needed
+                self.log.write("rollback")
                 state = self._roll_back()
+                self.log.write("data")
                 batch = self._batch()
             self.checkpoints.check()
             self._trace()
             with self.watchdog.watch("step"):
                 began = time.perf_counter()
                 state, values = self.program.train_step(state, batch, self.skips.limit(self.step + 1))
+                if self.log.kind != "steps":  # the first one has compiled, a later one has only begun
+                    self.log.write("steps")
                 self._read()  # the step before, while this one runs
                 self.step, self.position = self.step + 1, self.position + 1
                 self.unread = Unread(self.step, self.position, values, began)
-                batch = self._batch() if self.step < steps else None
+                batch = self._next_batch(values) if self.step < steps else None
                 if self._due():
                     self._read()
             if self.skips.too_many:
@@ -220,7 +259,7 @@ class Loop:
     def _stopping(self) -> bool:
         """Whether a signal has come to any process: then all stop after the same step."""
         if distributed.any_process(bool(self.stop.requested)):
-            self.stopped = next(filter(None, distributed.gather(self.stop.requested)))
+            self.stopped = self.log.why = next(filter(None, distributed.gather(self.stop.requested)))
         return bool(self.stopped)
 
     def _due(self) -> bool:
@@ -251,6 +290,7 @@ class Loop:
         self.times.append(seconds)
         self.skipped += self.record["skipped"]
         self.skips.note(step, values["grad_norm"], bool(values["skipped"]))
+        self.log.progress(step)
         self.metrics.step(self.record)
 
     def _trace(self) -> None:
@@ -291,6 +331,14 @@ class Loop:
         batch = self.corpus.batch(config.train.seed, self.position, config.batch.rows, config.batch.length, which=rows)
         return self.program.put(batch, rows)
 
+    def _next_batch(self, values: Any) -> Any:
+        """The next batch, made while the devices work on the step with these metrics; the log hears if they waited for it."""
+        done, began = Finish(values), time.perf_counter()
+        batch = self._batch()
+        if done.at is not None:
+            self.log.data_s += time.perf_counter() - max(began, done.at)
+        return batch
+
     def _record(self, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
         tokens, config = int(values["tokens"]), self.config
         epochs = self.corpus.epochs(config.train.seed, self.read_position, config.batch.rows, config.batch.length)
@@ -310,13 +358,14 @@ class Loop:
     def _evaluate(self, state: Any) -> None:
         every, last = self.config.evaluate.every, self.step == self.config.train.steps
         if every and self.metrics.evaluated != self.step and (last or self._is_due(every)):
-            with self.watchdog.watch("evaluation"):
+            with self.log.phase("evaluation"), self.watchdog.watch("evaluation"):
                 total, tokens = held_out_loss(self.program, state["params"], self.corpus, self.config)
-            self.metrics.evaluation({"step": self.step, "eval_loss": total / tokens})
+            self.eval_loss = total / tokens
+            self.metrics.evaluation({"step": self.step, "eval_loss": self.eval_loss})
 
     def _sample(self, state: Any) -> None:
         if self._is_due(self.config.train.samples_every):
-            with self.watchdog.watch("sample"):
+            with self.log.phase("sample"), self.watchdog.watch("sample"):
                 text = self._continue(state["params"], self.corpus.tokenizer, self.config.train.sample_prompt)
             self.metrics.sample(self.step, self.config.train.sample_prompt, text)
 
@@ -334,7 +383,9 @@ class Loop:
             "corpus": self.corpus.identity,
             "position": self.position,
             "skips": self.skips.meta(),
+            "loss": finite(self.record["loss"]),
+            "eval_loss": finite(self.eval_loss) if self.metrics.evaluated == self.step else None,
         }
-        with self.watchdog.watch("saving"):
+        with self.log.phase("save"), self.watchdog.watch("saving"):
             self.checkpoints.save(self.step, state, self.program.stored(), meta)
         self.saved, self.oldest = self.step, math.inf

@@ -5,6 +5,7 @@ connection: over it go lines of JSON and, every BEAT seconds, an empty line. A c
 HEARTBEAT seconds, means that the process behind it is lost; process 0 tells the others, and all end with one sentence.
 """
 
+import collections
 import contextlib
 import errno
 import json
@@ -30,6 +31,7 @@ class Meeting:
         self.heard = dict.fromkeys(peers, time.monotonic())
         self.buffers = dict.fromkeys(peers, b"")
         self.done: set[int] = set()
+        self.passed: dict[str, threading.Event] = collections.defaultdict(threading.Event)
         self.lock = threading.Lock()
         threading.Thread(target=self._watch, args=(begun,), daemon=True, name="processes").start()
 
@@ -41,6 +43,14 @@ class Meeting:
         """Say that this process ends, in good order (code 0) or failed; what happens to its connections then is no loss."""
         self.done.update(self.peers)
         self._tell(dict(event="done" if code == 0 else "failed", process=self.process, code=code))
+
+    def let_pass(self, point: str) -> None:
+        """Process 0: the others may pass this point."""
+        self._tell(dict(event="passed", point=point))
+
+    def await_pass(self, point: str) -> None:
+        """Any other process: wait until process 0 lets it pass, however long that takes."""
+        self.passed[point].wait()
 
     def _tell(self, message: dict[str, Any] | None) -> None:
         line = b"\n" if message is None else json.dumps(message).encode() + b"\n"
@@ -81,7 +91,9 @@ class Meeting:
         *lines, self.buffers[peer] = (self.buffers[peer] + data).split(b"\n")
         for line in filter(None, lines):
             message = json.loads(line)
-            if message["event"] == "done":
+            if message["event"] == "passed":
+                self.passed[message["point"]].set()
+            elif message["event"] == "done":
                 self.done.add(peer)
             elif peer not in self.done:
                 self._end(message)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from parallel.errors import UserError
 from parallel.schedule import adaptive, dual_pipe, interleaved, one_f_one_b, table_csv, v_shapes, waves, zero_bubble
 from parallel.schedule.order import group_sizes, groups
-from parallel.schedule.table import Action, Table, stage_of
+from parallel.schedule.table import Action, Table, check_sizes, stage_of
 
 Costs = tuple[float, float, float]
+WHOLE_GROUPS = "a group has at least as many microbatches as there are stages"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,11 @@ class Ask:
     microbatches: int
     chunks: int
     group: int
-    split: bool
-    costs: Costs
-    comm: float
-    memory: float
-    idle: str
+    split: bool = True
+    costs: Costs = (1.0, 1.0, 1.0)
+    comm: float = 0.0
+    memory: float = 0.0
+    idle: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Schedule:
 
     build: Ask -> Table. rule: its constraints in a few words. chunks: the default number of chunks a rank; free_chunks:
     others work. grouped: knows groups of microbatches. split: in its own form W is apart from B. executable: the
-    trainer can run it. timed: its order depends on costs.
+    trainer can run it. timed: its order depends on costs. limits: Ask -> None refuses what breaks the rule, where building
+    the table would take long.
     """
 
     build: Callable[[Ask], Table]
@@ -46,12 +48,26 @@ class Schedule:
     split: bool = True
     executable: bool = True
     timed: bool = False
+    limits: Callable[[Ask], None] | None = None
+
+    def check(self, ask: Ask) -> None:
+        """Refuse what breaks the rule, without building a large table: no rule depends on the number of microbatches."""
+        if self.limits is not None:
+            self.limits(ask)
+        else:
+            self.build(dataclasses.replace(ask, microbatches=1))
 
 
 def _zb(name: str, limit: float) -> Callable[[Ask], Table]:
     return lambda a: zero_bubble.zb_automatic(
         name, a.stages, a.microbatches, a.costs, a.comm, a.memory / a.stages if a.memory else limit
     )
+
+
+def _looped(build: Callable[[Ask], Table], groups: str = "", split: bool = True) -> Schedule:
+    """A schedule on a loop, for any chunks. groups: their rule, empty when it knows none."""
+    rule = f"any chunks; {groups}" if groups else "any chunks"
+    return Schedule(build, rule, chunks=2, free_chunks=True, grouped=bool(groups), split=split)
 
 
 def _auto(a: Ask) -> Table:
@@ -68,34 +84,13 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(lambda a: one_f_one_b.gpipe(a.stages, a.microbatches, a.split), split=False),
     "1f1b": Schedule(lambda a: one_f_one_b.one_f_one_b(a.stages, a.microbatches, a.split), split=False),
     "eager-1f1b": Schedule(lambda a: one_f_one_b.eager_one_f_one_b(a.stages, a.microbatches, a.split), split=False),
-    "interleaved": Schedule(
-        lambda a: interleaved.interleaved(a.stages, a.microbatches, a.chunks, a.group, a.split),
-        "any chunks; a group has at least as many microbatches as there are stages",
-        chunks=2,
-        free_chunks=True,
-        grouped=True,
-        split=False,
+    "interleaved": _looped(
+        lambda a: interleaved.interleaved(a.stages, a.microbatches, a.chunks, a.group, a.split), WHOLE_GROUPS, split=False
     ),
-    "looped-bfs": Schedule(
-        lambda a: interleaved.looped_bfs(a.stages, a.microbatches, a.chunks, a.split),
-        "any chunks",
-        chunks=2,
-        free_chunks=True,
-        split=False,
-    ),
-    "gis": Schedule(
-        lambda a: interleaved.gis(a.stages, a.microbatches, a.chunks, a.group),
-        "any chunks; a group has at least as many microbatches as there are stages",
-        chunks=2,
-        free_chunks=True,
-        grouped=True,
-    ),
-    "gis-h": Schedule(
-        lambda a: interleaved.gis_h(a.stages, a.microbatches, a.chunks, a.group),
-        "any chunks; a group of half of the stages to all",
-        chunks=2,
-        free_chunks=True,
-        grouped=True,
+    "looped-bfs": _looped(lambda a: interleaved.looped_bfs(a.stages, a.microbatches, a.chunks, a.split), split=False),
+    "gis": _looped(lambda a: interleaved.gis(a.stages, a.microbatches, a.chunks, a.group), WHOLE_GROUPS),
+    "gis-h": _looped(
+        lambda a: interleaved.gis_h(a.stages, a.microbatches, a.chunks, a.group), "a group of half of the stages to all"
     ),
     "zb-h1": Schedule(lambda a: zero_bubble.zb_h1(a.stages, a.microbatches)),
     "zb-h2": Schedule(lambda a: zero_bubble.zb_h2(a.stages, a.microbatches)),
@@ -109,6 +104,7 @@ SCHEDULES: dict[str, Schedule] = {
         "two chunks; memory for v-min at least",
         chunks=2,
         timed=True,
+        limits=lambda a: adaptive.check_memory(a.stages, a.microbatches, a.memory),
     ),
     "dualpipe-v": Schedule(lambda a: dual_pipe.dual_pipe_v(a.stages, a.microbatches), "two chunks", chunks=2),
     "dualpipe": Schedule(
@@ -138,6 +134,7 @@ SCHEDULES: dict[str, Schedule] = {
         chunks=2,
         free_chunks=True,
         timed=True,
+        limits=lambda a: None,
     ),
 }
 
@@ -162,12 +159,29 @@ def make(
     executor's idle mode, for which `auto` then searches ticks ('': the asynchronous machine). Raises
     UserError that names the schedule's rule when the combination is impossible.
     """
-    if stages < 1 or microbatches < 1 or chunks < 0 or group < 0 or memory < 0:
-        raise UserError(
-            f"{name}: stages and microbatches are at least 1; chunks, group and memory at least 0 (0: the schedule's own)"
-        )
     if backward not in ("", "whole", "split"):
         raise UserError(f"{name}: backward is 'whole' or 'split', not {backward!r}")
+    spec, ask = _asked(name, stages, microbatches, chunks, group, memory)
+    split = backward == "split" or (not backward and spec.split)
+    table = spec.build(dataclasses.replace(ask, split=split, costs=tuple(costs), comm=comm, idle=idle))
+    if backward == "split":
+        table = table.split_backward()
+    return table.join_backward() if backward == "whole" else table
+
+
+def check_executable(name: str, stages: int, microbatches: int, chunks: int = 0, group: int = 0, memory: float = 0.0) -> None:
+    """Refuse what the trainer cannot run, quicker than by making the table: unknown names, schedules that are for drawing,
+    impossible chunks, groups or memory, wrong files. Raises UserError that names the rule.
+    """
+    spec, ask = _asked(name, stages, microbatches, chunks, group, memory)
+    if not spec.executable:
+        raise UserError(f"{name}: is for simulation and drawing (rule: {spec.rule}); choose another of {', '.join(SCHEDULES)}")
+    spec.check(ask)
+
+
+def _asked(name: str, stages: int, microbatches: int, chunks: int, group: int, memory: float) -> tuple[Schedule, Ask]:
+    """The schedule and what it is asked for; refuses what needs no table to be refused."""
+    check_sizes(stages, microbatches, chunks, group, memory)
     if name.endswith(".csv"):
         table = table_csv.load(name)
         have, want = (table.stages, table.microbatches), (stages, microbatches)
@@ -184,18 +198,13 @@ def make(
         raise UserError(f"{name}: has {many} a rank, not {chunks} (rule: {spec.rule})")
     if group and not spec.grouped:
         raise UserError(f"{name}: has no groups of microbatches; leave group at 0 (rule: {spec.rule})")
-    split = backward == "split" or (not backward and spec.split)
-    ask = Ask(stages, microbatches, chunks or spec.chunks, group, split, tuple(costs), comm, memory, idle)
-    table = spec.build(ask)
-    if backward == "split":
-        table = table.split_backward()
-    return table.join_backward() if backward == "whole" else table
+    return spec, Ask(stages, microbatches, chunks or spec.chunks, group, memory=memory)
 
 
 def find(name: str) -> Schedule:
     """The schedule of that name; raises UserError with the nearest one."""
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, 1)
+        near = difflib.get_close_matches(name.lower(), SCHEDULES, 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(f"there is no schedule {name!r}{hint}; known are {', '.join(SCHEDULES)}, and FILE.csv")
     return SCHEDULES[name]

@@ -9,6 +9,7 @@ one of the p*v pieces in model order. An action is (kind, chunk, microbatch) wit
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from parallel.errors import UserError
 
 KINDS = ("F", "B", "W", "BW")
 PLACEMENTS = ("linear", "loop", "v", "wave", "bidirectional")
+MOST = 1_000_000  # forwards in a table: minutes of work and gigabytes
 
 
 class Action(NamedTuple):
@@ -32,6 +34,22 @@ class Action(NamedTuple):
 
 class ScheduleError(UserError):
     """A table that cannot run; the message names the action."""
+
+
+def check_sizes(stages: int, microbatches: int, chunks: int = 0, group: int = 0, memory: float = 0.0) -> None:
+    """Refuse numbers of which no table is made, and tables too large to be handled. Raises UserError."""
+    if min(stages, microbatches) < 1 or min(chunks, group) < 0:
+        raise UserError(
+            "stages and microbatches are at least 1, chunks and group at least 0 (0: the schedule's own); "
+            f"not {stages}, {microbatches}, {chunks} and {group}"
+        )
+    if not (memory == 0 or 1 <= memory < math.inf):
+        raise UserError(f"memory is in microbatches of a rank: at least 1, or 0 for no limit; not {memory:g}")
+    if stages * microbatches * max(chunks, 1) > MOST:
+        raise UserError(
+            f"{stages} stages, {microbatches} microbatches and {max(chunks, 1)} chunks are too many: a table holds at most "
+            f"{MOST:,} forwards, which is their product"
+        )
 
 
 def place(placement: str, stages: int, chunks: int, stage: int) -> tuple[int, int]:
