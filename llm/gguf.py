@@ -16,19 +16,19 @@ from llm.families.family import Json
 from llm.rotary import frequencies
 from parallel.errors import UserError
 
-MODEL_TYPES = dict(llama="llama", qwen2="qwen2", qwen3="qwen3", gemma2="gemma2", gemma3="gemma3_text", olmo2="olmo2")
-"""GGUF's architecture -> model_type of Hugging Face."""
+MODEL_TYPES = dict(
+    llama="llama", qwen2="qwen2", qwen3="qwen3", gemma2="gemma2", gemma3="gemma3_text", olmo2="olmo2", gpt2="gpt2"
+)
+"""GGUF's architecture -> model_type of Hugging Face; llama.cpp knows Mistral as llama."""
 
 NAMES = {
     "embed/tokens": "token_embd.weight",
+    "embed/positions": "position_embd.weight",
     "layers/attention_norm/scale": "blk.{}.attn_norm.weight",
     "layers/attention_post_norm/scale": "blk.{}.post_attention_norm.weight",
     "layers/query/kernel": "blk.{}.attn_q.weight",
-    "layers/query/bias": "blk.{}.attn_q.bias",
     "layers/key/kernel": "blk.{}.attn_k.weight",
-    "layers/key/bias": "blk.{}.attn_k.bias",
     "layers/value/kernel": "blk.{}.attn_v.weight",
-    "layers/value/bias": "blk.{}.attn_v.bias",
     "layers/query_norm/scale": "blk.{}.attn_q_norm.weight",
     "layers/key_norm/scale": "blk.{}.attn_k_norm.weight",
     "layers/out/kernel": "blk.{}.attn_output.weight",
@@ -40,6 +40,14 @@ NAMES = {
     "head/norm/scale": "output_norm.weight",
     "head/tokens": "output.weight",
 }
+NAMES |= {  # biases of norms and of all matrices
+    f"{ours.rpartition('/')[0]}/bias": theirs.replace(".weight", ".bias")
+    for ours, theirs in NAMES.items()
+    if ours.endswith(("/scale", "/kernel"))
+}
+JOINED = {"layers/query/kernel": "blk.{}.attn_qkv.weight", "layers/query/bias": "blk.{}.attn_qkv.bias"}
+"""Of tensors that hold queries, keys and values."""
+
 KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -55,6 +63,14 @@ KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 """Key of config.json -> GGUF's key, after the name of the architecture."""
+GPT2_KEYS = {
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "n_inner": "feed_forward_length",
+    "n_head": "attention.head_count",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
 
 ROPE_FACTORS = "rope_freqs.weight"  # by what each pair's frequency is divided (Llama 3.1 and later)
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
@@ -78,12 +94,14 @@ PRE_TOKENIZERS: dict[str, Json] = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor in a GGUF file. pairs: heads whose rows are to be put back; minus: subtracted (1 of Gemma's norms)."""
+    """A tensor in a GGUF file. pairs: heads whose rows are to be put back; minus: subtracted (1 of Gemma's norms); turned:
+    Hugging Face has it transposed."""
 
     path: Path
     inner: Any  # gguf.ReaderTensor
     pairs: int = 0
     minus: float = 0.0
+    turned: bool = False
 
     @property
     def dtype(self) -> str:
@@ -91,13 +109,17 @@ class GgufTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return self._own[::-1] if self.turned else self._own
+
+    @property
+    def _own(self) -> tuple[int, ...]:
         return tuple(int(n) for n in reversed(self.inner.shape))
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows start to stop of the tensor, in fp32, as Hugging Face has it."""
+        """Rows start to stop of the tensor, in fp32, as Hugging Face has it; of a turned one always the whole."""
         from gguf import quants
 
-        rows = self.shape[0] if self.shape[1:] else 1
+        rows = self._own[0] if self._own[1:] else 1
         size = self.inner.n_bytes // rows
         number = len(range(*slice(start, stop).indices(rows)))
         # read, not mapped: pages of a map would count as resident memory
@@ -105,13 +127,14 @@ class GgufTensor:
         if raw.size < number * size:
             raise UserError(f"{self.path} is cut short: tensor {self.inner.name} is not whole")
         try:
-            array = quants.dequantize(raw.reshape(number, size), self.inner.tensor_type).reshape(-1, *self.shape[1:])
+            array = quants.dequantize(raw.reshape(number, size), self.inner.tensor_type).reshape(-1, *self._own[1:])
         except NotImplementedError:
             raise UserError(f"{self.path}: tensor {self.inner.name} is of type {self.dtype}, which gguf cannot read") from None
         if self.pairs:
             half = self.shape[0] // self.pairs // 2
             array = array.reshape(self.pairs, half, 2, *self.shape[1:]).swapaxes(1, 2).reshape(self.shape)
-        return array - np.float32(self.minus) if self.minus else array
+        array = array - np.float32(self.minus) if self.minus else array
+        return array.T if self.turned else array
 
 
 class GgufFile:
@@ -145,9 +168,11 @@ class GgufFile:
         return self._get(f"{self.kind}.{key}")
 
     def _config(self, given: dict[str, GgufTensor]) -> Json:
-        config: Json = {theirs: self._own(key) for theirs, key in KEYS.items()}
+        keys = GPT2_KEYS if self.kind == "gpt2" else KEYS
+        config: Json = {theirs: self._own(key) for theirs, key in keys.items()}
         config = {key: value for key, value in config.items() if value is not None}
         config |= {"model_type": MODEL_TYPES[self.kind], "tie_word_embeddings": NAMES["head/tokens"] not in given}
+        config["tie_word_embeddings"] |= self.kind == "gpt2"  # old files have the embedding twice
         if NAMES["embed/tokens"] not in given:
             raise UserError(f"{self.path} has no tensor {NAMES['embed/tokens']}")
         config["vocab_size"] = given[NAMES["embed/tokens"]].shape[0]
@@ -183,19 +208,23 @@ class GgufFile:
         gemma = self.kind.startswith("gemma")
         found, left = {}, {name: tensor for name, tensor in given.items() if name != ROPE_FACTORS}
         for pattern, parts in family.names.items():
-            theirs, part = NAMES.get(parts[0]), parts[0].split("/")
+            theirs, part = (JOINED if len(parts) > 1 else NAMES).get(parts[0]), parts[0].split("/")
             for layer in range(model.layers) if theirs and part[0] == "layers" else (0,) if theirs else ():
                 if tensor := left.pop(theirs.format(layer), None):
                     heads = dict(query=model.heads, key=model.kv_heads).get(part[1], 0) if self.kind == "llama" else 0
                     minus = 1.0 if gemma and part[-1] == "scale" else 0.0
-                    found[pattern.format(layer)] = GgufTensor(self.path, tensor.inner, heads, minus)
+                    turned = self.kind == "gpt2" and part[-1] == "kernel"
+                    found[pattern.format(layer)] = GgufTensor(self.path, tensor.inner, heads, minus, turned)
         return found | left
 
     def _files(self) -> dict[str, str]:
-        """tokenizer.json and what stands beside it; nothing for a tokenizer that is not byte-level BPE."""
+        """config.json and, unless the tokenizer is not byte-level BPE, tokenizer.json and what stands beside it."""
+        special = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        dump = lambda value: json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        files = {"config.json": dump(self.config), "generation_config.json": dump(special)}
         kind, pre = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre", "default")
         if kind != "gpt2":
-            return {}
+            return files
         if pre not in PRE_TOKENIZERS:
             raise UserError(f"{self.path} has a tokenizer of kind {pre!r}: supported are {', '.join(PRE_TOKENIZERS)}")
         tokens, types = self._get("tokenizer.ggml.tokens"), self._get("tokenizer.ggml.token_type")
@@ -223,19 +252,12 @@ class GgufFile:
                 "ignore_merges": pre == "llama-bpe",
             },
         }
-        special = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         about = {key.removesuffix("_id"): tokens[i] for key, i in special.items() if i is not None}
         about |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        about |= {"model_max_length": self.config["max_position_embeddings"]}
+        about |= {"model_max_length": self._own("context_length")}
         if template := self._get("tokenizer.chat_template"):
             about["chat_template"] = template
-        dump = lambda value: json.dumps(value, ensure_ascii=False, indent=1) + "\n"
-        return {
-            "config.json": dump(self.config),
-            "tokenizer.json": dump(tokenizer),
-            "tokenizer_config.json": dump(about),
-            "generation_config.json": dump(special),
-        }
+        return files | {"tokenizer.json": dump(tokenizer), "tokenizer_config.json": dump(about)}
 
 
 def _with_first(token: str, i: int) -> Json:

@@ -10,8 +10,10 @@ GEMMA3 = dataclasses.replace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     sets=GEMMA2.sets | dict(qk_norm="head"),
+    keys={theirs: ours for theirs, ours in GEMMA2.keys.items() if theirs != "attn_logit_softcapping"},
     defaults=GEMMA2.defaults
     | dict(attn_logit_softcapping=None, final_logit_softcapping=None, max_position_embeddings=131072, sliding_window_pattern=6),
+    demands=GEMMA2.demands | dict(attn_logit_softcapping=None),  # transformers reads it and does nothing with it
     legacy_windows=lambda config, layer: (layer + 1) % config["sliding_window_pattern"] != 0,
     thetas=(1000000.0, 10000.0),
 )

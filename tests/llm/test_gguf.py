@@ -11,7 +11,7 @@ from golden import FIXTURES, llama
 from llm import checkpoint
 from llm.data.tokenizer import Tokenizer
 from llm.families import family_of
-from llm.gguf import CONTROL, KEYS, MODEL_TYPES, NAMES, ROPE_FACTORS
+from llm.gguf import CONTROL, GPT2_KEYS, JOINED, KEYS, MODEL_TYPES, NAMES, ROPE_FACTORS
 from llm.huggingface import HuggingFaceFolder, export_model, import_model
 from llm.rotary import frequencies
 from llm.run import TOKENIZER
@@ -28,7 +28,7 @@ def convert(folder: Path, path: Path, kind: str, tokenizer: Tokenizer | None = N
     family = family_of(source.config["model_type"])
     model = family.read(source.config)
     writer = gguf.GGUFWriter(path, kind)
-    for theirs, key in KEYS.items():
+    for theirs, key in (GPT2_KEYS if kind == "gpt2" else KEYS).items():
         value = changes.get(key, {**source.config, "rope_theta": model.rope_theta}.get(theirs))
         if value is not None:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{kind}.{key}", value)
@@ -54,7 +54,12 @@ def convert(folder: Path, path: Path, kind: str, tokenizer: Tokenizer | None = N
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         if kind.startswith("gemma") and part.endswith("scale"):
             array = array + 1
-        writer.add_tensor(NAMES[part].format(tensor.layer), np.ascontiguousarray(array))
+        if kind == "gpt2" and part.endswith("kernel"):
+            array = array.T
+        names = JOINED if len(tensor.parts) > 1 else NAMES
+        writer.add_tensor(names[part].format(tensor.layer), np.ascontiguousarray(array))
+        if kind == "gpt2" and part == "embed/tokens":  # as earlier versions did
+            writer.add_tensor(NAMES["head/tokens"], array)
     if "factors" in changes:
         writer.add_tensor(ROPE_FACTORS, changes["factors"])
     writer.write_header_to_file()
@@ -80,6 +85,7 @@ def test_parameters_are_those_of_the_folder(kind, tmp_path):
     unlike = dict(  # what GGUF does not say, or our small cases have unlike the published models
         llama=["window"],
         qwen2=["window", "window_pattern"],
+        qwen3=["window", "window_pattern"],
         gemma2=["window_pattern", "query_scalar"],
         gemma3=["window_pattern", "query_scalar", "rope_theta_window"],
     )
