@@ -11,6 +11,7 @@ from llm.data.tokenizer import Tokenizer
 from llm.devices import select_devices
 from llm.step import build
 from llm.workdir import CHECKPOINTS, MODEL, check_resume, load_config
+from parallel import distributed
 from parallel.errors import UserError
 
 CORPUS = "corpus"
@@ -44,7 +45,8 @@ def open_run(workdir: str | Path, step: int | None = None, config: Config | None
         data = own_tokenizer(config.data, workdir)
         if data != saved.data and not data.tokenizer:  # other text, read with the tokens that the model knows
             data = dataclasses.replace(data, tokenizer=str(workdir / TOKENIZER))
-        corpus = open_corpus(data, config.model.vocab, workdir / CORPUS) if with_corpus else None
+        with distributed.first_goes_first("corpus"):  # it builds what the others open
+            corpus = open_corpus(data, config.model.vocab, workdir / CORPUS) if with_corpus else None
         program = build(config, devices)
         read = lambda step: restore_params(checkpoints, step, program)
         step, params = (wanted, read(wanted)) if step not in (None, -1) else checkpoints.newest(read)

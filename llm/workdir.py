@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -45,6 +46,11 @@ def locked(workdir: str | Path) -> Iterator[None]:
 def save_config(workdir: str | Path, config: Config) -> None:
     """Write the configuration to the folder, atomically."""
     write_atomically(Path(workdir) / CONFIG, json.dumps(to_dict(config), indent=2) + "\n")
+
+
+def identity(config: Config) -> str:
+    """A hash of everything in a configuration."""
+    return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_config(workdir: str | Path) -> Config:

@@ -42,6 +42,8 @@ class Job:
 
 _meeting: Meeting | None = None
 _stdout: Any = None
+_all_alike = False
+STOPPED = 75  # the exit code of a job that a signal stopped after saving: all processes end with it
 
 
 # --------------------------------------------------------------------------------------------------- which process is this
@@ -132,16 +134,39 @@ def _kubernetes(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------- together
-def join(job: Job, limit: float = 120.0) -> None:
+def join(job: Job, limit: float = 120.0, **alike: str) -> None:
     """Bring the processes of a job together, before jax makes its devices; only process 0 keeps its standard output.
 
-    limit: seconds to wait for the others. From now on a process that ends early takes the others down: at once when it is
-    killed or fails, after HEARTBEAT seconds when it stops answering. Raises ConnectionError in one sentence."""
+    limit: seconds to wait for the others. alike: facts that must be the same in all processes. From now on a process that
+    ends early takes the others down: at once when it is killed or fails, after HEARTBEAT seconds when it stops answering.
+    Raises ConnectionError in one sentence, UserError when a fact differs."""
+    meet_others(job, limit, alike)
+    for name in ("jax", *alike):
+        for process in differing(name):
+            raise UserError(
+                f"{_meeting.name(process)} has another {name} than process 0: "
+                f"{facts()[process].get(name)} and {facts()[0].get(name)}; start all processes alike"
+            )
+    start_jax(job)
+
+
+def meet_others(job: Job, limit: float, own: dict[str, Any]) -> None:
+    """The first half of `join`: all processes meet, and each knows the `facts` of all; own: more of this one, plain JSON."""
     global _meeting
     import jax
 
-    facts = dict(host=socket.gethostname(), machine=_machine(), jax=jax.__version__, python=sys.version.split()[0])
-    _meeting = meet(job.address, job.processes, job.process, facts, limit, local=job.local[1] == job.processes)
+    base = dict(host=socket.gethostname(), machine=_machine(), jax=jax.__version__)
+    _meeting = meet(job.address, job.processes, job.process, base | own, limit, local=job.local[1] == job.processes)
+    if job.process:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        if _stdout:
+            os.dup2(sys.stdout.fileno(), _stdout.fileno())
+
+
+def start_jax(job: Job) -> None:
+    """The second half of `join`: jax gets the devices of all processes."""
+    import jax
+
     if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in os.environ):
         os.environ.setdefault("no_grpc_proxy", _meeting.address.rpartition(":")[0])  # the others are no web servers
     jax.distributed.initialize(
@@ -150,14 +175,9 @@ def join(job: Job, limit: float = 120.0) -> None:
         job.process,
         local_device_ids=_own_gpus(job.local, os.environ),
         cluster_detection_method="deactivate",
-        initialization_timeout=int(max(30, limit)),
         heartbeat_timeout_seconds=int(HEARTBEAT),
     )
     _default_signals()
-    if job.process:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        if _stdout:
-            os.dup2(sys.stdout.fileno(), _stdout.fileno())
 
 
 def own_stdout() -> None:
@@ -212,7 +232,7 @@ def leave(code: int) -> int:
         return code
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (0, STOPPED):
+    if code in (0, STOPPED) or _all_alike:
         import jax
 
         _meeting.leave(0)
@@ -222,7 +242,10 @@ def leave(code: int) -> int:
     os._exit(code)  # without the wait for the others, who are in the middle of something
 
 
-STOPPED = 75  # the exit code of a job that a signal stopped after saving: all processes end with it
+def all_end_alike() -> None:
+    """From here on all processes end in good order with the same exit code, whatever it is."""
+    global _all_alike
+    _all_alike = True
 
 
 # --------------------------------------------------------------------------------------------------- what they agree on
@@ -292,8 +315,13 @@ def first_goes_first(point: str) -> Iterator[None]:
 
 
 def facts() -> list[dict[str, Any]]:
-    """host, machine, jax and python of every process; empty for one that did not `join`."""
+    """host, machine and what else is known of every process; empty for one that has not met others."""
     return _meeting.facts if _meeting else []
+
+
+def differing(name: str) -> list[int]:
+    """The processes for which this fact is not what it is for process 0."""
+    return [i for i, fact in enumerate(facts()) if fact.get(name) != facts()[0].get(name)]
 
 
 def nodes(devices: Sequence[Any]) -> list[int]:

@@ -89,21 +89,47 @@ def open_corpus(data: Any, vocab: int, cache: str | os.PathLike) -> Corpus:
     data.tokenizer is the path of a tokenizer.json, or '' to take that of tokenised sources or, where there are none, to
     train one of `vocab` entries on the training documents. Safe when several processes call it at once. Raises UserError.
     """
-    cache = Path(cache)
+    with _reading(cache := Path(cache)):
+        found = _look(data, vocab, cache)
+        tokenizer = found.tokenizer
+        if tokenizer is None:
+            tokenizer = _trained(cache, found.identity, found.parts, found.texts, str(data.held_out), vocab)
+        stores = [source if isinstance(source, Store) else _tokenised(cache, source, tokenizer) for source in found.texts]
+        return Corpus(found.identity, tokenizer, found.parts, stores, str(data.held_out))
+
+
+def corpus_identity(data: Any, vocab: int, cache: str | os.PathLike) -> str:
+    """The `identity` of the corpus that `open_corpus` gives, without building it. Raises UserError."""
+    with _reading(cache := Path(cache)):
+        return _look(data, vocab, cache).identity
+
+
+class Found(NamedTuple):
+    """What a corpus is made of; no tokenizer when one has to be trained."""
+
+    identity: str
+    tokenizer: Tokenizer | None
+    parts: list[sources.Part]
+    texts: list[Store | Text]
+
+
+def _look(data: Any, vocab: int, cache: Path) -> Found:
     parts = sources.parse_mixture(data.paths, data.mixture)
     given = Tokenizer.load(sources.locate(data.tokenizer), vocab) if data.tokenizer else None
+    cache.mkdir(parents=True, exist_ok=True)
+    found = [_find(part, cache) for part in parts]
+    tokenizer = _agree(given, [source for source in found if isinstance(source, Store)], vocab)
+    facts = [source.facts if isinstance(source, Text) else [source.identity] for source in found]
+    mixed = [[part.name, part.weight] for part in parts] if data.mixture else []
+    recipe = [FORMAT, *facts, *mixed, str(data.held_out), tokenizer.hash if tokenizer else vocab]
+    identity = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:24]
+    return Found(identity, tokenizer, parts, found)
+
+
+@contextlib.contextmanager
+def _reading(cache: Path) -> Iterator[None]:
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        found = [_find(part, cache) for part in parts]
-        tokenizer = _agree(given, [source for source in found if isinstance(source, Store)], vocab)
-        facts = [source.facts if isinstance(source, Text) else [source.identity] for source in found]
-        held_out, mixed = str(data.held_out), [[part.name, part.weight] for part in parts] if data.mixture else []
-        recipe = [FORMAT, *facts, *mixed, held_out, tokenizer.hash if tokenizer else vocab]
-        identity = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:24]
-        if tokenizer is None:
-            tokenizer = _trained(cache, identity, parts, found, held_out, vocab)
-        stores = [source if isinstance(source, Store) else _tokenised(cache, source, tokenizer) for source in found]
-        return Corpus(identity, tokenizer, parts, stores, held_out)
+        yield
     except ChildProcessError:
         raise
     except OSError as error:
