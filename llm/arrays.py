@@ -252,6 +252,19 @@ class Saved:
                     return f"array {name}: {file.relative_to(self.folder)} is cut short"
         return None
 
+    def damage(self) -> list[str]:
+        """Everything that is missing, cut short or does not fit its checksum; reads all of it."""
+        if problem := self.problem():
+            return [problem]
+        found = []
+        for name in self.infos:
+            try:
+                for _ in self.blocks(name):
+                    pass
+            except CheckError as error:
+                found.append(str(error).removeprefix(f"{self.title}: "))
+        return found
+
     @property
     def bytes(self) -> int:
         """Bytes of all chunks."""

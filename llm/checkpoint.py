@@ -92,7 +92,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict:
         """What `save` was given as meta."""
-        return _open(self.folder, step).meta
+        return open_step(self.folder, step).meta
 
     def save(self, step: int, arrays: Any, stored: Any, meta: dict) -> None:
         """Takes hold of the arrays and returns; the rest happens in the background. meta must be plain JSON.
@@ -144,7 +144,7 @@ class Checkpoints:
         A subtree may be asked for, such as {"params": ...} in both arguments. Every process reads its own part.
         Raises UserError when the arrays are those of another model, CheckError when one is damaged."""
         found, leaves, forms, tree = _flatten(abstract, stored)
-        return tree.unflatten(_open(self.folder, step).restore(found, leaves, forms))
+        return tree.unflatten(open_step(self.folder, step).restore(found, leaves, forms))
 
     @contextlib.contextmanager
     def _failing(self):
@@ -187,7 +187,7 @@ class Checkpoints:
         if step in self._metas:
             return None
         try:
-            saved = _open(self.folder, step)
+            saved = open_step(self.folder, step)
             problem = saved.problem()
             damaged = problem is not None
         except CheckError as error:
@@ -229,13 +229,13 @@ def kept(metrics: dict[int, Any], keep: int, best: int) -> set[int]:
 
 def names(folder: str | Path, step: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of a step: name -> shape and dtype. Needs no mesh."""
-    infos = _open(folder, step).infos
+    infos = open_step(folder, step).infos
     return {name: jax.ShapeDtypeStruct(info.shape, np.dtype(info.dtype)) for name, info in infos.items()}
 
 
 def read(folder: str | Path, step: int, name: str, layer: int | None = None, rows: slice = slice(None)) -> np.ndarray:
     """An array of a step, or one layer of it, or rows of it. Needs no mesh and reads nothing else."""
-    return _open(folder, step).read(name, layer, rows)
+    return open_step(folder, step).read(name, layer, rows)
 
 
 @contextlib.contextmanager
@@ -268,7 +268,7 @@ def writing(folder: str | Path, step: int, infos: dict[str, Info], meta: dict):
     part.rename(final)
 
 
-def _open(folder: str | Path, step: int) -> Saved:
+def open_step(folder: str | Path, step: int) -> Saved:
     path = Path(folder).absolute() / str(step)
     title = f"checkpoint step {step} in {folder}"
     if not path.is_dir():
