@@ -96,7 +96,7 @@ def _fill(stream: Stream, plan: list[list[Piece]], example_B: np.ndarray, length
     used_BS = place_BS >= 0
     document_BS = np.searchsorted(stream.starts_D, place_BS, side="right") - 1
     first_BS = np.maximum(stream.starts_D[document_BS], begin_BS)  # where this token's segment begins
-    fresh_BS = np.pad(first_BS[:, 1:] != first_BS[:, :-1], ((0, 0), (1, 0)))
+    fresh_BS = np.diff(first_BS, axis=1, prepend=first_BS[:, :1]) != 0
     return {
         "tokens": tokens_BS,
         "targets": targets_BS,

@@ -219,7 +219,7 @@ def parse_mixture(paths: Sequence[str], mixture: Sequence[str]) -> list[Part]:
     if not mixture:
         return [Part("", (paths,) if isinstance(paths, str) else tuple(paths), 1.0)]
     if paths:
-        raise UserError("data.paths and data.mixture are both given: name all text in data.mixture, or take one of them away")
+        raise UserError("data.paths and data.mixture are both given: empty one of them, as in --config.data.paths=")
     parts = []
     for entry in mixture:
         match = re.fullmatch(r"\s*([\w.-]+)=(.+)@([^@]+)", entry)

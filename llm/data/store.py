@@ -8,6 +8,7 @@ array_record  tokens.NNNNN.array_record, which grain reads, too: a record is a d
               document of more than RECORD tokens goes on in the next records
 """
 
+import bisect
 import functools
 import hashlib
 import json
@@ -83,12 +84,12 @@ class _Maps:
         for path, tokens in files:
             if path.stat().st_size != tokens * dtype.itemsize:
                 raise OSError(f"{path} does not have the size that its index says")
-        self.map = functools.lru_cache(MAPS)(lambda number: np.memmap(files[number][0], dtype, mode="r"))
+        self.map = functools.lru_cache(MAPS)(lambda number: np.asarray(np.memmap(files[number][0], dtype, mode="r")))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of all documents as int32."""
         parts = [np.zeros(0, np.int32)]
-        number = int(np.searchsorted(self.starts, start, side="right")) - 1
+        number = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             last = min(stop, self.starts[number + 1])
             if start < last:  # a file without tokens has no map
@@ -114,8 +115,7 @@ class _Records:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of all documents as int32."""
-        first = int(np.searchsorted(self.starts_R, start, side="right")) - 1
-        last = int(np.searchsorted(self.starts_R, stop, side="left"))
+        first, last = int(self.starts_R.searchsorted(start, "right")) - 1, int(self.starts_R.searchsorted(stop))
         data = b"".join(self.source[record] for record in range(first, last))
         skip = start - int(self.starts_R[first])
         return np.frombuffer(data, self.dtype)[skip : skip + stop - start].astype(np.int32)
@@ -161,7 +161,7 @@ class Split:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream as int32."""
         parts = [np.zeros(0, np.int32)]
-        run = int(np.searchsorted(self.starts_R, start, side="right")) - 1
+        run = int(self.starts_R.searchsorted(start, "right")) - 1
         while start < stop:
             last = min(stop, int(self.starts_R[run + 1]))
             place = int(self.from_R[run]) + start - int(self.starts_R[run])
