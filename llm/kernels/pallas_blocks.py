@@ -1,11 +1,13 @@
-"""Sizes of tiles of the Pallas kernels: the first row of pallas_blocks.json that fits a GPU, head size, type and mask.
+"""Sizes of tiles of the Pallas kernels: the row of pallas_blocks.json for a GPU, head size, type and mask.
 
-A row serves head sizes up to its own; "" stands for any GPU or mask. Its numbers are rows of queries, of keys, warps and
-stages of the pipeline that loads tiles. They are start values, chosen by the shared memory that they take, not measured."""
+A row serves head sizes and types up to its own; "" stands for any GPU or mask, names are separated by |. Its numbers are rows
+of queries, of keys, warps and stages of the pipeline that loads tiles. Those of rows without "us" are start values, chosen by
+the shared memory that they take; experiments/benchmarks/attention.py --tune adds rows that are measured."""
 
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 
 from llm.kernels.options import Options
@@ -24,7 +26,8 @@ class Blocks:
 
 
 @functools.cache
-def _table() -> list[dict]:
+def table() -> list[dict]:
+    """The rows, the first of equals counts."""
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
@@ -33,15 +36,26 @@ def power_of_two(n: int) -> int:
     return max(SMALLEST, 1 << (n - 1).bit_length())
 
 
+def row_for(device: str, mask: str, head_dim: int, bits: int) -> dict:
+    """The row for the smallest head size and type that fit, of those the first."""
+
+    def fits(row):
+        gpu = not row["gpu"] or re.search(rf"\b({row['gpu']})\b", device)
+        return gpu and row["mask"] in ("", mask) and head_dim <= row["head_dim"] and bits <= row["bits"]
+
+    return min(filter(fits, table()), key=lambda row: (row["head_dim"], row["bits"]))
+
+
 def blocks(kernel: str, options: Options, head_dim: int, bits: int, queries: int, keys: int) -> Blocks:
     """Those of `forward`, `dq` or `dkv`; never larger than what is needed for so many queries and keys."""
     if options.block:
-        chosen = Blocks(options.block, options.block_k or options.block)
+        chosen = Blocks(options.block, options.block_k or options.block, options.warps, options.stages)
     else:
-
-        def fits(row):
-            gpu, mask = row["gpu"] in options.device, row["mask"] in ("", options.mask)
-            return gpu and mask and head_dim <= row["head_dim"] and bits <= row["bits"]
-
-        chosen = Blocks(*next(row for row in _table() if fits(row))[kernel])
+        chosen = Blocks(*row_for(options.device, options.mask, head_dim, bits)[kernel])
     return dataclasses.replace(chosen, q=min(chosen.q, power_of_two(queries)), k=min(chosen.k, power_of_two(keys)))
+
+
+def shared_bytes(kernel: str, blocks: Blocks, head_dim: int, bits: int) -> int:
+    """Shared memory of a program: the tiles that stay, and `stages` of the two that its loop loads."""
+    stay, loaded = (blocks.k, blocks.q) if kernel == "dkv" else (blocks.q, blocks.k)
+    return ((1 if kernel == "forward" else 2) * stay + 2 * blocks.stages * loaded) * head_dim * bits // 8

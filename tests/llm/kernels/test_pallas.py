@@ -1,6 +1,7 @@
 """What the Pallas kernels become for GPUs, lowered without one, their tables of tiles, and memory."""
 
 import inspect
+import itertools
 import math
 
 import jax
@@ -17,7 +18,7 @@ from parallel import hlo
 GPUS = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200")
 IDS = jnp.asarray([[0] * 40 + [1] * 60], jnp.int32)
 MASKS = dict(causal=MaskSpec(), full=MaskSpec(False), window=MaskSpec(window=(9, 0)), packed=MaskSpec(True, None, IDS, IDS))
-SHARED_MEMORY = dict(A100=163 * 1024, H100=227 * 1024)
+SHARED_MEMORY = {GPUS[0]: 163 * 1024, GPUS[1]: 227 * 1024, "NVIDIA RTX 6000": 99 * 1024}
 
 
 def on(gpu: str):
@@ -78,14 +79,25 @@ def test_nothing_of_the_size_of_all_scores_is_made():
 
 @pytest.mark.parametrize("gpu", SHARED_MEMORY)
 def test_the_tiles_of_the_table_fit_into_shared_memory(gpu):
-    """Of each kernel: the tiles that stay and `stages` of those that the loop loads."""
-    for head_dim, bits, mask in [(d, bits, m) for d in (16, 64, 128, 256) for bits in (16, 32) for m in MASKS]:
-        for name, stay, load in (("forward", 1, 2), ("dq", 2, 2), ("dkv", 2, 2)):
+    """The last GPU is one that the table does not name."""
+    for head_dim, bits, mask in itertools.product((16, 64, 128, 256), (16, 32), MASKS):
+        for name in ("forward", "dq", "dkv"):
             b = blocks(name, Options(1.0, device=gpu, mask=mask), head_dim, bits, 4096, 4096)
-            rows = (b.k, b.q) if name == "dkv" else (b.q, b.k)
-            size = (stay * rows[0] + load * b.stages * rows[1]) * head_dim * bits // 8
-            assert size <= SHARED_MEMORY[gpu], (name, head_dim, bits, b)
+            assert pallas_blocks.shared_bytes(name, b, head_dim, bits) <= SHARED_MEMORY[gpu], (name, head_dim, bits, b)
             assert all(n & (n - 1) == 0 for n in (b.q, b.k, b.warps))
+
+
+def test_a_row_of_the_table_is_found_by_gpu_mask_size_and_type(monkeypatch):
+    row = lambda gpu, head_dim, mask, q, bits=16: dict(gpu=gpu, head_dim=head_dim, bits=bits, mask=mask, forward=[q, 16, 4, 1])
+    rows = [row("NVIDIA H20", 128, "packed", 1), row("NVIDIA H20", 64, "", 2), row("A100|H100", 64, "", 3), row("", 64, "", 4)]
+    monkeypatch.setattr(pallas_blocks, "table", lambda: [*rows, row("", 256, "", 5, 32)])
+    first = lambda *key: pallas_blocks.row_for(*key)["forward"][0]
+    assert first("NVIDIA H20", "packed", 128, 16) == 1
+    assert first("NVIDIA H20", "packed", 64, 16) == 2, "the row of the very head size"
+    assert first("NVIDIA H20", "causal", 128, 16) == 5, "no row of another mask"
+    assert first("NVIDIA H200", "packed", 64, 16) == 4, "the name of another GPU"
+    assert first("NVIDIA H100 80GB HBM3", "causal", 32, 16) == first("NVIDIA A100-SXM4-40GB", "full", 64, 16) == 3
+    assert first("NVIDIA H20", "packed", 64, 32) == 5
 
 
 def test_short_rows_take_small_tiles_and_the_first_row_that_fits_counts():
