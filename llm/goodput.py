@@ -95,9 +95,9 @@ def goodput(workdir: str | Path, draw: str = "") -> dict[str, Any]:
     (each: time, wall_s, from_step, to_step, stopped: why, or null when it was killed or is running) and picture.
     Raises UserError.
     """
-    load_config(workdir)
     starts = account(read(workdir))
     if not starts:
+        load_config(workdir)  # says so when there is no run at all
         raise UserError(f"--workdir={workdir}: the run has no {EVENTS} yet: train writes it")
     lost = dict.fromkeys(LOST, 0)
     productive = 0

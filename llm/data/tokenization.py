@@ -31,7 +31,7 @@ from parallel.errors import UserError
 
 UNIT = 16 << 20  # least bytes of text that a process takes at a time
 UNITS = 1024  # more text makes larger units, not more of them
-TOGETHER = 4 << 20  # characters tokenised at once
+TOGETHER = 1 << 20  # characters that a thread tokenises at once
 Facts = dict[str, Any]  # of a source: name, bytes, sha256
 
 
@@ -144,7 +144,7 @@ def _run(jobs: list[Job], tokenizer: Path, workers: int, display: "Display") -> 
     if min(workers, len(jobs)) <= 1:  # the tokenizer's own threads are enough
         inner = Tokenizer.load(tokenizer, None)
         for job in jobs:
-            _unit(job, inner, lambda tokens: display.show(display.tokens + tokens))
+            _unit(job, inner, os.cpu_count() or 1, lambda tokens: display.show(display.tokens + tokens))
             yield job
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of jax's threads
@@ -179,7 +179,7 @@ def _enter(tokenizer: Path, threads: int, stop: Any, tokens: Any) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    _process.update(tokenizer=Tokenizer.load(tokenizer, None), stop=stop, tokens=tokens)
+    _process.update(tokenizer=Tokenizer.load(tokenizer, None), threads=threads, stop=stop, tokens=tokens)
 
 
 def _in_process(job: Job) -> None:
@@ -189,10 +189,10 @@ def _in_process(job: Job) -> None:
         with _process["tokens"].get_lock():
             _process["tokens"].value += tokens
 
-    _unit(job, _process["tokenizer"], live)
+    _unit(job, _process["tokenizer"], _process["threads"], live)
 
 
-def _unit(job: Job, tokenizer: Tokenizer, live: Callable[[int], None]) -> None:
+def _unit(job: Job, tokenizer: Tokenizer, threads: int, live: Callable[[int], None]) -> None:
     """Tokenise a unit; live(tokens that were added) is called every now and then."""
     paths = {kind: job.folder / f"{job.key}.{kind}.{os.getpid()}" for kind in ("tokens", "documents", "names", "json")}
     writer = (_Records if job.format == "array_record" else _Plain)(paths["tokens"], np.dtype(job.dtype))
@@ -204,7 +204,7 @@ def _unit(job: Job, tokenizer: Tokenizer, live: Callable[[int], None]) -> None:
             names.write(json.dumps(name) + "\n")
 
         current, name, tokens, size, total, count = -1, "", 0, 0, 0, 0
-        for group in _together(sources.documents(job.sources)):
+        for group in _together(sources.documents(job.sources), threads * TOGETHER):
             encoded = tokenizer.encode_batch([piece for _, _, piece in group])
             for (number, its_name, piece), ids in zip(group, encoded):
                 if number != current:
@@ -225,14 +225,14 @@ def _unit(job: Job, tokenizer: Tokenizer, live: Callable[[int], None]) -> None:
         path.replace(job.folder / f"{job.key}.{kind}")
 
 
-def _together(documents: Iterable[tuple[str, Iterator[str]]]) -> Iterator[list[tuple[int, str, str]]]:
-    """(document, name, piece) in lists long enough to be tokenised in parallel and short enough for the memory."""
+def _together(documents: Iterable[tuple[str, Iterator[str]]], most: int) -> Iterator[list[tuple[int, str, str]]]:
+    """(document, name, piece) in lists of about `most` characters."""
     group, size = [], 0
     for number, (name, pieces) in enumerate(documents):
         for piece in pieces:
             group.append((number, name, piece))
             size += len(piece)
-            if size >= TOGETHER:
+            if size >= most:
                 yield group
                 group, size = [], 0
     if group:

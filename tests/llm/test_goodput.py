@@ -12,12 +12,15 @@ import time
 import pytest
 
 from llm import events
+from llm.commandline import dispatch
 from llm.config import Config
+from llm.data.corpus import Corpus
 from llm.data.sources import ROOT
 from llm.events import EVENTS, EventLog
 from llm.goodput import LOST, account, goodput, table
 from llm.metrics import METRICS, read_jsonl
 from llm.workdir import save_config
+from main import COMMANDS
 from parallel.errors import UserError
 from tests.llm.runs import small
 
@@ -65,7 +68,7 @@ FIRST = start(
 
 
 @pytest.mark.smoke
-def test_a_killed_run_loses_the_updates_since_its_checkpoint(tmp_path):
+def test_a_killed_run_loses_the_updates_since_its_checkpoint(tmp_path, capsys):
     second = start(1100, 10, (2, "restore", 10), (5, "compile", 10), (9, "steps", 10), (29, "save", 30))
     last = (1130, 30, "stop", 30, {"why": "finished"})
     write(tmp_path, [*FIRST, *second, last])
@@ -76,6 +79,9 @@ def test_a_killed_run_loses_the_updates_since_its_checkpoint(tmp_path):
     assert document["productive_s"] == 17 + 20 and document["goodput"] == 37 / 130
     assert [(s["from_step"], s["to_step"], s["stopped"]) for s in document["starts"]] == [(0, 20, None), (10, 30, "finished")]
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
+    assert dispatch(COMMANDS, ["goodput", f"--workdir={tmp_path}", f"--draw={tmp_path}/a.svg", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again == document | {"picture": f"{tmp_path}/a.svg"} and (tmp_path / "a.svg").is_file()
     text = table(document)
     assert "rework              20.0 s    15.4%" in text and "steps 0 to 20, 56.0 s, killed" in text
 
@@ -202,6 +208,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from llm import events
+from llm.commandline import dispatch
 from llm.metrics import Metrics
 from llm.train import train
 from tests.llm.runs import small
@@ -226,7 +233,7 @@ TINY = dict(
 )
 
 
-def test_a_run_that_was_killed_and_gone_on_with(tmp_path):
+def test_a_run_that_was_killed_and_gone_on_with(tmp_path, monkeypatch):
     began = time.time()
     command = [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path), repr(TINY)]
     assert subprocess.run(command, timeout=300, stdout=subprocess.DEVNULL).returncode == -signal.SIGKILL
@@ -234,6 +241,8 @@ def test_a_run_that_was_killed_and_gone_on_with(tmp_path):
     steps = {line["step"]: line["step_time_s"] for line in read_jsonl(tmp_path / METRICS) if "loss" in line}
     from llm.train import train
 
+    read = Corpus.batch
+    monkeypatch.setattr(Corpus, "batch", lambda *args, **how: (time.sleep(0.1), read(*args, **how))[1])
     train(small(**TINY), tmp_path)
     document = adds_up(goodput(tmp_path))
     ended = time.time()
@@ -246,6 +255,8 @@ def test_a_run_that_was_killed_and_gone_on_with(tmp_path):
     assert again * 0.5 < lost["rework"] < again * 2 + 0.5
     assert began < first["time"] < killed < second["time"] and document["wall_s"] < ended - began
     assert lost["down"] == pytest.approx(second["time"] - first["time"] - first["wall_s"], abs=1e-3)
+    reads = 70 - second["from_step"]  # each keeps the devices waiting, but for the time of a step
+    assert reads * 0.05 < lost["data"] < reads * 0.1 + document["wall_s"] * 0.2
     assert min(lost[kind] for kind in ("start", "compile", "restore", "save", "evaluation")) > 0
     kinds = [line["kind"] for line in events.read(tmp_path) if not line.get("alive")]
     assert kinds[:4] == ["start", "data", "compile", "steps"] and kinds[-1] == "stop"

@@ -13,11 +13,13 @@ import time
 import numpy as np
 import pytest
 
+from llm.commandline import dispatch
 from llm.data import sources, store, tokenization
 from llm.data.corpus import open_corpus
 from llm.data.sources import ROOT, divide, documents, find_sources
 from llm.data.tokenizer import Tokenizer
 from llm.tokenize import tokenize
+from main import COMMANDS
 from parallel.errors import UserError
 from tests.llm.data.small import data_config
 from tests.llm.data.test_batches import assert_same
@@ -239,6 +241,19 @@ def test_calls_that_are_refused(text, tokenizer, made, tmp_path):
     assert not new.exists() and not list(tmp_path.glob("*.work"))
     before = files_of(made)
     assert make(text, tokenizer, made)["documents"] == 305 and files_of(made) == before  # it was ready
+
+
+def test_the_command(text, tokenizer, tmp_path, capsys):
+    line = ["tokenize", f"--paths={text}/0.txt,{text}/1.txt", f"--tokenizer={tokenizer}", f"--output={tmp_path}/tokens"]
+    assert dispatch(COMMANDS, [*line, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    keys = ["output", "documents", "tokens", "bytes", "files", "format", "tokenizer", "wall_s"]
+    assert list(document) == keys and document["documents"] == 2
+    assert dispatch(COMMANDS, line) == 0
+    assert f"--config.data.paths={tmp_path}/tokens" in capsys.readouterr().out
+    assert dispatch(COMMANDS, [*line, "--workers=many"]) == 2
+    assert dispatch(COMMANDS, [*line[:2], line[3]]) == 2
+    assert "needs --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="Python reads .zst from version 3.14 on")
