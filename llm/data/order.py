@@ -11,6 +11,8 @@ import numpy as np
 from parallel.errors import UserError
 
 BLOCK = 1 << 16  # places that together hold every source exactly by its share
+TABLE = 1 << 24  # rows whose order is drawn as a whole; that of more is computed place by place, in no memory
+ROUNDS = 8  # of the Feistel network that does so
 
 
 def count_rows(tokens: int, length: int, name: str = "") -> int:
@@ -24,7 +26,30 @@ def count_rows(tokens: int, length: int, name: str = "") -> int:
 
 
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.argsort(_random(seed, epoch, 0, count), kind="stable").astype(np.uint32 if count <= 1 << 32 else np.int64)
+    return np.argsort(_random(seed, epoch, 0, count), kind="stable").astype(np.uint32)
+
+
+def _permuted(seed: int, epoch: int, place_R: np.ndarray, count: int) -> np.ndarray:
+    """The rows at some places of an order of `count` rows: a Feistel network on the next even number of bits.
+
+    What falls outside goes through it again until it is inside (cycle walking: Black & Rogaway, "Ciphers with arbitrary
+    finite domains", 2002), so it is a permutation of range(count). The rounds mix with the finaliser of SplitMix64.
+    """
+    half = np.uint64((int(count - 1).bit_length() + 1) // 2)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = _random(seed, epoch, 2, ROUNDS)
+    row_R = place_R.astype(np.uint64)
+    outside_R = np.ones(len(row_R), bool)
+    while outside_R.any():
+        left, right = row_R[outside_R] >> half, row_R[outside_R] & mask
+        for key in keys:
+            mixed = right + key
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        row_R[outside_R] = (left << half) | right
+        outside_R = row_R >= np.uint64(count)
+    return row_R.astype(np.int64)
 
 
 def _random(seed: int, number: int, stream: int, count: int) -> np.ndarray:
@@ -42,8 +67,10 @@ def row_numbers(seed: int, start: int, stop: int, count: int, order: Callable[..
     parts = [np.zeros(0, np.int64)]
     while start < stop:
         epoch, first = divmod(start, count)
-        parts.append(order(seed, epoch, count)[first : first + stop - start])
-        start += len(parts[-1])
+        last = min(first + stop - start, count)
+        drawn = count <= TABLE
+        parts.append(order(seed, epoch, count)[first:last] if drawn else _permuted(seed, epoch, np.arange(first, last), count))
+        start += last - first
     return np.concatenate(parts, dtype=np.int64)
 
 

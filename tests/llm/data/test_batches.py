@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm.data import order as order_module
 from llm.data.batches import held_out_batches, training_batch
 from llm.data.order import count_rows, row_numbers
 from parallel.errors import UserError
@@ -148,6 +149,29 @@ def test_every_epoch_has_its_own_order():
     assert orders[0] == [tuple(row_numbers(0, 16 * e, 16 * e + 16, 16)) for e in range(3)]
     # Kept for ever: another order would make a resumed run repeat and skip rows.
     assert row_numbers(0, 0, 8, 8).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5000), st.integers(0, 2**64), st.integers(0, 5))
+def test_the_order_of_a_large_source_is_a_permutation(count, seed, epoch):
+    order = order_module._permuted(seed, epoch, np.arange(count), count)
+    assert sorted(order.tolist()) == list(range(count))
+    places = np.array([count - 1, 0, count // 2])
+    assert order_module._permuted(seed, epoch, places, count).tolist() == order[places].tolist()
+
+
+def test_the_order_of_a_large_source(monkeypatch):
+    count = 2_000_000_000
+    assert len(row_numbers(0, 5 * count - 2, 5 * count + 2, count)) == 4  # over the end of an epoch, at once
+    assert row_numbers(0, 0, 8, count).tolist()[:4] == [1820561473, 666291205, 1437882662, 295232192]  # kept for ever
+    assert row_numbers(0, 0, 4, count).tolist() != row_numbers(1, 0, 4, count).tolist()
+    assert row_numbers(0, 0, 4, count).tolist() != row_numbers(0, count, count + 4, count).tolist()
+    monkeypatch.setattr(order_module, "TABLE", 10)
+    orders = np.array([row_numbers(seed, 0, 40, 40) for seed in range(1000)])
+    hits = np.stack([np.bincount(place, minlength=40) for place in orders.T])  # how often each row is at each place
+    assert np.square(hits - 25).sum() / 25 < 1521 + 5 * np.sqrt(2 * 1521)  # chi-square of a uniform choice
+    follows = np.bincount((orders[:, 1:] - orders[:, :-1]).ravel() % 40, minlength=40)[1:]
+    assert np.square(follows - 1000).sum() / 1000 < 38 + 5 * np.sqrt(2 * 38)  # no distance between neighbours is preferred
 
 
 def test_rows_that_do_not_fill_a_batch_continue_in_the_next_epoch():
