@@ -20,7 +20,7 @@ PARITY := .venv-parity
 LM_EVAL := $(VENV)/.installed-$(VERSION)-lm-eval
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-.PHONY: help demo real parity lm_eval test smoke lint setup setup-gpu-compile test-gpu-compile
+.PHONY: help demo real parity lm_eval test smoke lint setup setup-gpu-compile test-gpu-compile test-slurm
 .DELETE_ON_ERROR:
 
 help:
@@ -32,8 +32,9 @@ help:
 	@echo "make smoke   run a cut of the tests (a few minutes)"
 	@echo "make lint    check style and formatting"
 	@echo "make setup   make the environment $(VENV) alone"
-	@echo "make setup-gpu-compile   make the environment that compiles for GPUs on a machine without any (180 MB of downloads)"
+	@echo "make setup-gpu-compile   make the environment that compiles for GPUs on a machine without any (250 MB of downloads)"
 	@echo "make test-gpu-compile    compile for GPUs and check what comes out (under 10 minutes on 2 cores)"
+	@echo "make test-slurm   run a job in a Slurm that the test starts (5 minutes; Debian: slurmctld slurmd slurm-client munge)"
 	@echo "Another interpreter: make test PYTHON=python3.12"
 
 demo: $(RUNS)
@@ -65,13 +66,21 @@ lint: $(TESTS)
 setup: $(RUNS)
 	@echo "$(VENV) is ready: $(BIN) main.py --help"
 
-setup-gpu-compile: $(RUNS)
-	@echo "installing a compiler for GPUs into $(GPU)"
-	@$(PYTHON) -m venv $$(grep -qs '^version = $(VERSION)' $(GPU)/pyvenv.cfg || echo --clear) $(GPU)
+setup-gpu-compile: $(RUNS) $(GPU)/.assembler-$(VERSION)
 	@$(BIN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(GPU)/lib/python$(VERSION)/site-packages/shared.pth
 	@jax=$$($(BIN) -c 'from importlib.metadata import version; print(version("jax"))') && \
-	  $(GPU)/bin/python -m pip install -qq --no-deps -r requirements-gpu-compile.txt \
-	    jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax && echo "$(GPU) is ready: it compiles for GPUs with jax $$jax"
+	  $(GPU)/bin/python -m pip install -qq --no-deps jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax && echo "$(GPU) is ready: it compiles for GPUs with jax $$jax"
+
+# In a folder that the compiler does not find by itself, so that it uses the assembler that it is given.
+$(GPU)/.assembler-$(VERSION): $(RUNS) requirements-gpu-compile.txt
+	@echo "installing a compiler for GPUs into $(GPU) (250 MB of downloads)"
+	@$(PYTHON) -m venv $$(grep -qs '^version = $(VERSION)' $(GPU)/pyvenv.cfg || echo --clear) $(GPU)
+	@rm -rf $(GPU)/cuda
+	@$(GPU)/bin/python -m pip install -qq --no-deps --target $(GPU)/cuda -r requirements-gpu-compile.txt
+	@touch $@
+
+test-slurm: $(TESTS)
+	$(BIN) -m pytest -m slurm -s tests/test_launchers.py $(ARGS)
 
 test-gpu-compile: $(TESTS) setup-gpu-compile
 	$(BIN) -m pytest -n auto --maxprocesses 2 --dist worksteal -m gpu_compile tests/gpu $(ARGS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llm.data.sources import parse_mixture
 from llm.fields import check_fields, listed, option
 from parallel.errors import UserError
+from parallel.schedule.registry import check_executable
 
 ATTENTION = ("auto", "reference", "chunked", "pallas", "mosaic", "cudnn", "tokamax")
 
@@ -340,7 +341,9 @@ class Config:
 
 def _check_layers(config: Config) -> None:
     layers, counts, pipe = config.model.layers, config.pipeline.layers_per_chunk, config.mesh.pipe
-    if counts and (sum(counts) != layers or min(counts) < 0):
+    if min(counts, default=0) < 0:
+        raise UserError(f"pipeline.layers_per_chunk={listed(counts)}: a chunk has at least 0 layers")
+    if counts and sum(counts) != layers:
         raise UserError(
             f"pipeline.layers_per_chunk={listed(counts)} adds up to {sum(counts)} and model.layers={layers}: "
             "every layer must be in exactly one chunk"
@@ -349,6 +352,8 @@ def _check_layers(config: Config) -> None:
     if counts and (len(counts) % pipe or (chunks and len(counts) != pipe * chunks)):
         wanted = f"pipe x chunks = {pipe * chunks}" if chunks else f"a multiple of mesh.pipe={pipe}"
         raise UserError(f"pipeline.layers_per_chunk names {len(counts)} chunks: there must be {wanted}")
+    p = config.pipeline
+    check_executable(p.schedule, pipe, p.microbatches, chunks or len(counts) // pipe, p.group, p.memory)
 
 
 def _divisors(number: int) -> list[int]:

@@ -72,7 +72,8 @@ class Program:
     @functools.cached_property
     def tick_table(self) -> schedule.TickTable:
         """The table in the shape whose ticks cost less in this idle mode; each rank keeps its order, and so its memory."""
-        return schedule.best_ticks(self.table.validate(), COSTS[self.config.pipeline.remat], self.idle).validate()
+        c = self.config.pipeline
+        return schedule.best_ticks(self.table.validate(c.memory), COSTS[c.remat], self.idle).validate()
 
     @functools.cached_property
     def layout(self):

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,11 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from parallel import errors
 from parallel.errors import CheckError, UserError
+
+
+class CompilerError(UserError):
+    """The compiler failed, and this is what it said. Exit code 1."""
+
+    code = 1
+
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ".venv-gpu-compile"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+CUDA = "cuda/nvidia/cu13"  # the assembler and the device library, in a folder that the compiler does not find by itself
 PER_HOST = 8
 
 
@@ -111,7 +121,7 @@ def environment() -> Path:
     folder = ROOT / (ENVIRONMENT + suffix)
     python = folder / "bin" / "python"
     if not python.is_file():
-        raise UserError(f"compiling for GPUs needs the environment {folder.name}: {make} makes it (180 MB of downloads)")
+        raise UserError(f"compiling for GPUs needs the environment {folder.name}: {make} makes it (250 MB of downloads)")
     site = _site(folder)
     found = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions(path=[str(site)])}
     jax = importlib.metadata.version("jax")
@@ -119,6 +129,8 @@ def environment() -> Path:
         if found.get(package) != jax:
             held = f"{package} {found[package]}" if package in found else f"no {package}"
             raise UserError(f"the environment {folder.name} has {held} and jax here is {jax}: {make} brings it up to date")
+    if not (folder / CUDA / "bin" / "ptxas").is_file():
+        raise UserError(f"the environment {folder.name} has no assembler in {CUDA}: {make} brings it up to date")
     return python
 
 
@@ -131,18 +143,20 @@ def call(
     function: str,
     document: Any,
     progress: Callable[[float], None] | None = None,
+    cpus: int = 1,
 ) -> Any:
     """function(target, document) in a child process of the compile environment; JSON goes in and comes out.
 
-    function: "package.module:name". progress: called about once a second with the seconds so far. Raises UserError and
-    CheckError as the function does, UserError when the environment is missing, and RuntimeError, with the end of what the
-    child wrote, when it failed otherwise."""
+    function: "package.module:name". progress: called about once a second with the seconds so far. cpus: CPU devices of
+    the child. Raises UserError and CheckError as the function does, UserError when the environment is missing, and
+    CompilerError, with the end of what the child wrote, when it failed otherwise."""
     find_target(target)
     python = environment()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-compile-") as folder:
         given, answer, log = (Path(folder) / name for name in ("given.json", "answer.json", "log"))
         given.write_text(json.dumps(document))
+        variables = _variables(python.parents[1], Path(folder), cpus)
         with log.open("wb") as said:
             code = "from parallel import deviceless; deviceless._child()"
             child = subprocess.Popen(
@@ -150,7 +164,7 @@ def call(
                 stdin=subprocess.PIPE,  # stays open and empty: the child ends when it closes, however this process ends
                 stdout=said,
                 stderr=said,
-                env=_variables(python.parents[1]),
+                env=variables,
             )
             try:
                 while child.poll() is None:
@@ -167,24 +181,44 @@ def call(
         end = log.read_text(errors="replace").strip().splitlines()[-15:]
         why = f"was ended by signal {-child.returncode}" if child.returncode < 0 else f"failed with code {child.returncode}"
         memory = " (9 is what a system without memory sends)" if child.returncode == -9 else ""
-        raise RuntimeError("\n".join([f"compiling for {target} {why}{memory}", *end]))
+        raise CompilerError("\n".join([f"compiling for {target} {why}{memory}", *end]))
 
 
 def _unpacked(answer: dict) -> Any:
-    raising = dict(UserError=UserError, CheckError=CheckError)
     if "raised" in answer:
-        raise raising.get(answer["raised"], RuntimeError)(answer["message"])
+        raise getattr(errors, answer["raised"], CompilerError)(answer["message"])
     return answer["result"]
 
 
-def _variables(folder: Path) -> dict[str, str]:
-    """The child's environment: no accelerator of this machine is touched, and the assembler is the environment's own."""
-    cuda = _site(folder) / "nvidia" / "cu13"
-    asked = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(("--xla_gpu", "--xla_dump"))]
-    flags = [f"--xla_gpu_cuda_data_dir={cuda}", *asked]
+REPORTS = "CONVOY_ASSEMBLER_REPORTS"
+ASSEMBLER = """#!/bin/sh
+# The assembler, asked to say what registers each kernel uses.
+report="$REPORTS/$$.ptxas"
+"PTXAS" -v "$@" 2> "$report"
+code=$?
+cat "$report" >&2
+exit $code
+"""
+
+
+def _variables(environment: Path, folder: Path, cpus: int) -> dict[str, str]:
+    """The child's variables: no accelerator of this machine is touched, and the assembler is the environment's own."""
+    assembler = folder / "bin" / "ptxas"
+    assembler.parent.mkdir()
+    cuda = environment / CUDA
+    (folder / "nvvm").symlink_to(cuda / "nvvm")
+    assembler.write_text(ASSEMBLER.replace("PTXAS", str(cuda / "bin" / "ptxas")).replace("REPORTS", REPORTS))
+    assembler.chmod(0o755)
+    flags = [f"--xla_gpu_cuda_data_dir={folder}", f"--xla_force_host_platform_device_count={cpus}", *_asked()]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    mine = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=" ".join(flags), PYTHONPATH=path, TF_CPP_MIN_LOG_LEVEL="2")
-    return dict(os.environ) | mine
+    mine = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return dict(os.environ) | mine | {REPORTS: str(folder)}
+
+
+def _asked() -> list[str]:
+    """The flags for GPUs that the user's own XLA_FLAGS hold."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    return [w for w in words if w.startswith(("--xla_gpu", "--xla_dump")) and "cuda_data_dir" not in w]
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
@@ -211,15 +245,35 @@ def _child() -> None:
     os._exit(0)  # nothing is left to tidy, and the compiler takes long over it
 
 
-def devices(target: str, count: int) -> list:
-    """`count` devices of a target, for a mesh to compile for, in hosts of eight. Only in a process that `call` started.
+def topology(count: int, per_host: int = PER_HOST) -> str:
+    """slices x hosts x GPUs of a host, as JAX names a topology. Raises UserError when the GPUs do not fill their hosts."""
+    hosts, rest = divmod(count, per_host)
+    if count < 1 or (hosts and rest):
+        raise UserError(f"{count} GPUs do not fill hosts of {per_host}: take fewer than {per_host}, or a multiple of it")
+    return f"1x{hosts}x{per_host}" if hosts else f"1x1x{count}"
 
-    Raises UserError when they do not fill their hosts."""
+
+def devices(target: str, count: int, per_host: int = PER_HOST) -> list:
+    """`count` devices of a target, for a mesh to compile for. Only in a process that `call` started. Raises UserError."""
     from jax.experimental import topologies
 
-    hosts, rest = divmod(count, PER_HOST)
-    if count < 1 or (hosts and rest):
-        raise UserError(f"{count} GPUs do not fill hosts of {PER_HOST}: take fewer than {PER_HOST}, or a multiple of it")
-    shape = f"1x{hosts}x{PER_HOST}" if hosts else f"1x1x{count}"  # slices x hosts x GPUs of a host
-    config = find_target(target).proto()
+    shape, config = topology(count, per_host), find_target(target).proto()
     return topologies.get_topology_desc(platform="cuda", topology_name="", target_config=config, topology=shape).devices
+
+
+def asked_flags() -> dict[str, str]:
+    """The flags for GPUs that the user's own XLA_FLAGS hold, by name."""
+    return dict(word.removeprefix("--").partition("=")[::2] for word in _asked())
+
+
+def spills() -> list[dict[str, Any]]:
+    """Kernels of what this process has compiled that spill registers: {kernel, bytes} (stores and loads), the most first."""
+    worst: dict[str, int] = {}
+    for report in sorted(Path(os.environ[REPORTS]).glob("*.ptxas")):
+        name = ""
+        for line in report.read_text(errors="replace").splitlines():
+            if found := re.search(r"(?:Function properties for|Compiling entry function) '?([\w.$]+)", line):
+                name = found[1]
+            if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+                worst[name] = max(int(found[1]) + int(found[2]), worst.get(name, 0))
+    return [dict(kernel=name, bytes=size) for name, size in sorted(worst.items(), key=lambda row: -row[1]) if size]

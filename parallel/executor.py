@@ -126,10 +126,10 @@ class Executor:
         side, slots = self._side(k["F_m"]), {name: k[f"F_{name}"] for name in stash}
         where = (k["F_c"], 0, k["F_m"]) if self.plan.state_per_microbatch else (k["F_c"], 0)  # the 0 is this rank of the pipe
 
-        def body(carry, i):
-            x, stash, states = carry
-            w, index = _at((self.layers, self.index_CL), k["F_c"], i)
-            state = _at(states, *where, i)
+        def run_slot(x, stash, layers, states, i, at):
+            """Layer slot i, which lies at place `at` of these arrays."""
+            w, index = _at(layers, k["F_c"], at), _at(self.index_CL, k["F_c"], i)
+            state = _at(states, *where, at)
             if self.train:
                 run = lambda: self.cut.forward(w, (index, side), state, x)
             else:
@@ -138,7 +138,20 @@ class Executor:
             made = dict(a=a, aw=aw)
             stash = {name: _put(all_, made[name], slots[name], i) for name, all_ in stash.items()}
             new = new if self.skip else _choose(k["F_busy"] > 0, new, state)
-            return (y, stash, _put(states, new, *where, i)), sums
+            return y, stash, _put(states, new, *where, at), sums
+
+        if self.plan.apart:
+            every = []
+            for i, layers in enumerate(self.layers):
+                x, stash, new, sums = run_slot(x, stash, layers, states[i], i, 0)
+                every.append((new, sums))
+            states, sums = zip(*every)
+            return x, stash, states, jax.tree.map(lambda *s: sum(s), *sums)
+
+        def body(carry, i):
+            x, stash, states = carry
+            *carry, sums = run_slot(x, stash, self.layers, states, i, i)
+            return tuple(carry), sums
 
         (y, stash, states), sums = self._loop(body, (x, stash, states), jnp.arange(self.plan.layout.slots))
         return y, stash, states, jax.tree.map(lambda s: s.sum(0), sums)

@@ -44,7 +44,8 @@ class Instruction:
     kind: its opcode. results: (type, dimensions) of each result. loops: the number of turns of each loop around it, the
     outermost first, 0 where the program does not say. branches: conditionals around it. fused: it is inside a fusion, so
     its results are not written to memory. source: the place in the traced program that it comes from. path: the computations
-    around it, of which the last lists it. operands: names. branch: the source of the outermost conditional around it.
+    around it, of which the last lists it. operands, calls: names (calls: of computations). branch: the source of the outermost
+    conditional around it.
     target: what a custom call calls (and a kernel's name), or the kind of a fusion. flops: of a matrix product, else 0."""
 
     name: str
@@ -56,6 +57,7 @@ class Instruction:
     source: str
     path: tuple[str, ...]
     operands: tuple[str, ...]
+    calls: tuple[str, ...]
     branch: str
     target: str
     flops: int
@@ -63,7 +65,7 @@ class Instruction:
     @property
     def bytes(self) -> int:
         """Bytes of the results on one device."""
-        return sum(-(-math.prod(dims) * _bits(dtype) // 8) for dtype, dims in self.results)
+        return sum(bytes_of(dtype, dims) for dtype, dims in self.results)
 
     @property
     def times(self) -> int:
@@ -124,7 +126,15 @@ def instructions(text: str) -> list[Instruction]:
                 kernel = re.search(r' name = "(\w+)"', line) if match[3] == "custom-call" else None
                 flops = _flops(match[3], code + meta, results, [shapes.get(name, ()) for name in operands])
                 common = match[1], kind if collective else match[3], results, loops, branches, fused, source
-                common = *common, path, operands, branch, " ".join(found[1] for found in (target, kernel) if found), flops
+                common = (
+                    *common,
+                    path,
+                    operands,
+                    tuple(callee for _, names in called for callee in names),
+                    branch,
+                    " ".join(found[1] for found in (target, kernel) if found),
+                    flops,
+                )
                 found.append(Collective(*common, groups(_group_text(code)), mine) if collective else Instruction(*common))
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for key, names in called:
@@ -232,6 +242,11 @@ def _elements(shape: str) -> list[str]:
             parts.append(shape[start:i].strip())
             start = i + 1
     return parts
+
+
+def bytes_of(dtype: str, dims: tuple[int, ...]) -> int:
+    """Bytes of an array of one of XLA's types."""
+    return -(-math.prod(dims) * _bits(dtype) // 8)
 
 
 def _bits(dtype: str) -> int:

@@ -48,6 +48,8 @@ class Plan:
 
     remat: names of the values that the backward keeps (None: all that autodiff keeps). seeds: cotangents of a layer's `sums`.
     unroll: the layers of a chunk one after another in the program (a GPU can then overlap them with permutes) or as a loop.
+    apart: (forward only) the layers of params and the state are tuples, with arrays of their own for each layer slot: on a CPU a
+    slice of an array that holds all layers is a copy.
     poison: unwritten buffers and skipped slots hold NaN instead of zeros, for the test that nothing reads them.
     stamp: called on the host as stamp(rank, tick, _) when a rank has computed a tick; None: no time stamps."""
 
@@ -63,6 +65,7 @@ class Plan:
     seeds: Tree = dataclasses.field(default_factory=dict)
     state_per_microbatch: bool = False
     unroll: bool = False
+    apart: bool = False
     poison: bool = False
     stamp: Callable[[Any, Any, Any], None] | None = None
 

@@ -28,8 +28,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="long: make test-gpu-compile runs it"))
 
 
-@pytest.fixture(autouse=True)
-def programs_are_found(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def programs_are_found():
     """The compile environment imports what the tests compile from the tests' folder."""
     tests = str(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        yield

@@ -2,14 +2,24 @@
 
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-from parallel import deviceless
+from llm import attention
+from llm.compile import facts, share, weight_stacks
+from llm.config import Config
+from llm.fields import from_dict
+from llm.kernels import cross_entropy
+from llm.step import build
+from parallel import deviceless, gpu_program, hlo, xla_flags
 from parallel.errors import UserError
+from parallel.executor import Executor
+from parallel.mesh import make_mesh
 
 
 def on_one_gpu(target, function, *shapes):
@@ -18,7 +28,7 @@ def on_one_gpu(target, function, *shapes):
     where = SingleDeviceSharding(device)
     given = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where) for s in shapes]
     with jax.default_device(device):
-        return jax.jit(function).trace(*given).lower().compile()
+        return jax.jit(function, compiler_options=xla_flags.options()).trace(*given).lower().compile()
 
 
 def matmul(target, document):
@@ -46,3 +56,88 @@ def aborted(target, document):
 def sleeping(target, file):
     Path(file).write_text(str(os.getpid()))
     time.sleep(60)
+
+
+# ----------------------------------------------------------------------------------------------- memory of kernels
+def attention_temporaries(target, lengths):
+    """Bytes that causal attention and its gradients need beside arguments and results, for each length."""
+
+    def loss(q, k, v):
+        mask = attention.MaskSpec(causal=True)
+        return attention.attention(q, k, v, mask).astype(jnp.float32).sum()
+
+    def one(length):
+        q, k = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (8, 2))
+        return hlo.memory(on_one_gpu(target, jax.grad(loss, (0, 1, 2)), q, k, k)).temporaries
+
+    return [one(length) for length in lengths]
+
+
+def spilling(target, length):
+    """The kernels that spill registers in causal attention."""
+    attention_temporaries(target, [length])
+    return deviceless.spills()
+
+
+def cross_entropy_memory(target, shape):
+    """Bytes of temporaries and results of the loss with both gradients, for [tokens, vocabulary, width] in bf16."""
+    tokens, vocab, width = shape
+    device = deviceless.devices(target, 1)[0]
+    mesh = make_mesh({}, [device])
+
+    def run(h, w, t):
+        objective = lambda logp, lse: -(logp * 1e-3).sum()
+        return cross_entropy.loss_and_gradients(h, w, t, vocab, objective, separable=True)
+
+    whole = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    given = whole(1, tokens, width), whole(vocab, width), whole(1, tokens, dtype=jnp.int32)
+    with jax.default_device(device):
+        compiled = jax.jit(mapped, compiler_options=xla_flags.options()).trace(*given).lower().compile()
+    memory = hlo.memory(compiled)
+    return dict(temporaries=memory.temporaries, results=memory.results)
+
+
+# ----------------------------------------------------------------------------------------------- the training step
+def step(target, document):
+    """Facts of the compiled training step of a configuration, and where its permutes, gathers and copies of weights lie."""
+    if document.get("planted"):
+        Executor._f_slot = gathering(Executor._f_slot)
+    config = from_dict(document["config"], Config)
+    program = build(config, deviceless.devices(target, config.mesh.product))
+    program.arguments  # noqa: B018 - see llm/compile.py
+    with jax.default_device(program.devices[0]), jax.set_mesh(program.mesh):
+        text = program.traced.lower().compile().as_text()
+    found = hlo.instructions(text)
+    steady = max((i.loops for i in found if len(i.loops) == 1), key=lambda loops: loops[0])
+    hidden = {
+        start: [f"{i.kind} {i.target}" if i.kind == "custom-call" else i.kind for i in between]
+        for start, between in gpu_program.overlaps(found).items()
+    }
+    permutes = {c.source: hidden[c.begun] for c in found if c.kind == "collective-permute" and c.loops == steady}
+    stacks = weight_stacks(program)
+    copied = defaultdict(int)
+    for copy in gpu_program.parameter_copies(found, stacks):
+        if copy.loops == steady:
+            copied[next(slot for slot in ("f_slot", "b_slot", "w_slot") if slot in copy.source)] += copy.bytes
+    layer = sum(hlo.bytes_of(dtype, (1, 1, *dims[2:])) for dtype, dims in stacks)
+    phases = program.tick_table.phases()
+    return dict(
+        facts=facts(found, program, share(program)),
+        permutes=permutes,
+        copied=copied,
+        layer=layer,
+        slots=[sum(stop - start for start, stop, held in phases if held[i]) for i in range(3)],
+        fingerprint=program.fingerprint(),
+        steady=steady[0],
+    )
+
+
+def gathering(slot):
+    """The F slot with the fault that what has arrived is gathered over `data` in every tick."""
+
+    def f_slot(self, k, s):
+        return slot(self, k, dict(s, x=jax.tree.map(lambda x: jax.lax.all_gather(x, "data")[::-1].max(0), s["x"])))
+
+    f_slot.__name__ = slot.__name__
+    return f_slot

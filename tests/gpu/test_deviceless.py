@@ -27,9 +27,9 @@ def test_every_target_compiles(target):
 def test_what_the_child_says_comes_back():
     with pytest.raises(UserError, match=r"^this cannot be$"):
         deviceless.call("h100", "gpu.programs:wrong", "this")
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: of all things"):
+    with pytest.raises(deviceless.CompilerError, match="ZeroDivisionError: of all things"):
         deviceless.call("h100", "gpu.programs:broken", {})
-    with pytest.raises(RuntimeError, match=r"(?s)ended by signal 6.*the compiler gives up"):
+    with pytest.raises(deviceless.CompilerError, match=r"(?s)ended by signal 6.*the compiler gives up"):
         deviceless.call("h100", "gpu.programs:aborted", {})
     with pytest.raises(UserError, match="12 GPUs do not fill hosts of 8"):
         deviceless.call("h100", "gpu.programs:matmul", dict(gpus=12))
