@@ -353,7 +353,7 @@ COMMANDS = {
             Flag("watts", 0.0, "W", "power of a GPU with its share of the node; default: 1.35 times its board"),
             Flag("sweep", "", "A:B", "also plan for A, 2A, 4A ... B GPUs"),
             Flag("framework", "convoy", "NAME", "whose speed: convoy, megatron-core, nemo, torchtitan, ..."),
-            Flag("precision", "bf16", "TYPE", "of the matmuls: bf16; for other frameworks also fp8 or fp4"),
+            Flag("precision", "bf16", "TYPE", "of the matmuls: bf16; for other frameworks also fp8, mxfp8 or nvfp4"),
             Flag("moe", "", "SPEC", "a mixture of experts, with --framework: deepseek-v3, ... or experts=64,active=6,ffn=1408"),
             Flag("calibration", "", "FILE", "measured efficiencies from the calibrate command"),
             Flag("html", "", "FILE", "write one self-contained page with plots"),

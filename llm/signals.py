@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 import threading
+import time
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME = 0.3  # seconds in which signals are the same request: a terminal and a launcher may both hand one on
 
 
 class StopRequest:
@@ -39,11 +41,15 @@ class StopRequest:
         os.close(self._write)  # ends the watching thread, which closes the other end
 
     def _watch(self, read: int) -> None:
+        noted = 0.0
         while data := os.read(read, 1):
             if data[0] not in SIGNALS:
                 continue
-            if self.requested:
+            if self.requested and time.monotonic() - noted > SAME:
                 os._exit(128 + data[0])
+            if self.requested:
+                continue
+            noted = time.monotonic()
             self.requested = signal.Signals(data[0]).name
             print(f"\n{self.requested}: finishing this step and saving; once more to stop at once", file=sys.stderr)
         os.close(read)
