@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from llm.data.sources import parse_mixture
+from llm.data.sources import parse_sources
 from llm.fields import check_fields, listed, option
 from parallel.errors import UserError
 from parallel.schedule.registry import check_executable
@@ -281,7 +281,7 @@ class Config:
         """
         check_fields(self)
         config = self.resolved(device_count)
-        parse_mixture(config.data.paths, config.data.mixture)
+        parse_sources(config.data.paths, config.data.mixture)
         model, mesh, rows = config.model, config.mesh, config.batch.rows
         for axis in ("context", "expert"):
             if getattr(mesh, axis) != 1:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.metrics import read_jsonl
+from parallel.errors import UserError
 
 EVENTS = "events.jsonl"
 KINDS = ("start", "restore", "compile", "data", "steps", "evaluation", "sample", "save", "rollback", "stop")
@@ -26,7 +27,7 @@ RARELY = 30.0  # seconds between two lines of `steps` at most
 
 
 class EventLog:
-    """Context that appends to the log of the run in `folder`; None: writes nothing.
+    """Context that appends to the log of the run in `folder`; None: writes nothing. A start that is refused leaves no line.
 
     began: when the clock of this start began to run, by time.monotonic (default: now). step: updates that the state holds;
     data_s: seconds that the devices waited for a batch since the last line; why: the reason to stop, unless an error says
@@ -38,17 +39,21 @@ class EventLog:
         self.last = time.monotonic()
         self.began = self.last if began is None else began
         self.kind, self.step, self.data_s, self.why = "", 0, 0.0, "finished"
-        self._file: Any = None
+        self._file, self._size, self._noted = None, 0, False
         self._changed = threading.Condition(threading.RLock())
 
     def __enter__(self) -> "EventLog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        refused = isinstance(error, UserError) and self.kind in ("start", "restore")
         self.close(f"{kind.__name__}: {error}" if kind else self.why)
+        if refused and self.folder:
+            with contextlib.suppress(OSError):
+                os.truncate(self.folder / EVENTS, self._size)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """What begins now. The first line, `start`, counts from `began`. An unwritable log ends, with a note."""
+        """What begins now. The first line, `start`, counts from `began`. A log that cannot be written gets a note."""
         with self._changed:
             if self.kind == "stop":
                 return
@@ -62,11 +67,13 @@ class EventLog:
             try:
                 if first:
                     self._open()
-                self._file.write(json.dumps(line) + "\n")
-                self._file.flush()
+                if self._file:
+                    self._file.write(json.dumps(line) + "\n")
+                    self._file.flush()  # what a full disk does not take is tried again with the next line
             except OSError as error:
-                self.folder = None
-                print(f"note: {EVENTS} is not written any more: {error}", file=sys.stderr)
+                if not self._noted:
+                    print(f"note: {EVENTS} cannot be written: {error}", file=sys.stderr)
+                self._noted = True
 
     @contextlib.contextmanager
     def phase(self, kind: str, **facts: Any) -> Iterator[None]:
@@ -87,10 +94,11 @@ class EventLog:
         with self._changed:
             if self.kind:
                 self.write("stop", why=why)
-            if self._file:
-                self._file.close()
-                self._file = None
+            file, self._file = self._file, None
             self._changed.notify()
+            if file:
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def close_soon(self, why: str) -> None:
         """`close` for a process that is about to end because something hangs, maybe this log: waits no longer than 5 s."""
@@ -101,10 +109,10 @@ class EventLog:
     def _open(self) -> None:
         path = self.folder / EVENTS
         self._file = open(path, "a")  # noqa: SIM115
-        size = path.stat().st_size
-        if size:
+        self._size = path.stat().st_size
+        if self._size:
             with open(path, "rb") as file:
-                file.seek(size - 1)
+                file.seek(self._size - 1)
                 if file.read() != b"\n":  # torn by a kill: our first line must not become its rest
                     self._file.write("\n")
         threading.Thread(target=self._repeat, name="events", daemon=True).start()
@@ -112,7 +120,7 @@ class EventLog:
     def _repeat(self) -> None:
         """Say that the run is alive; not during `steps`, where only progress does."""
         with self._changed:
-            while self._file and self.folder:
+            while self._file:
                 self._changed.wait(self.beat)
                 if self._file and self.kind not in ("steps", "stop") and time.monotonic() - self.last >= self.beat:
                     self.write(self.kind, alive=True)

@@ -198,21 +198,20 @@ def _draw(starts: list[Start], document: dict[str, Any], path: Path) -> None:
     steps.set_xticklabels([])
     strip.set_yticks([])
     strip.set_xlabel(f"{name} since the first start")
-    kinds = ["productive", *LOST]
-    values = [document["productive_s"], *document["lost_s"].values()]
-    shares = [value / wall if wall else 0 for value in values]
-    drawn = losses.barh(kinds, shares, color=[COLOURS[kind] for kind in kinds])
-    losses.bar_label(drawn, [f"{share:.1%}  {value:,.1f} s" for share, value in zip(shares, values)], padding=4)
+    values = document["lost_s"].values()
+    shares = [100 * value / wall if wall else 0 for value in values]
+    drawn = losses.barh(LOST, shares, color=[COLOURS[kind] for kind in LOST])
+    losses.bar_label(drawn, [f"{share:.1f} %, {value / unit:,.2f} {name}" for share, value in zip(shares, values)], padding=4)
     losses.invert_yaxis()
-    losses.set_xlim(0, 1.15 * max(shares) or 1)
-    losses.xaxis.set_major_formatter("{x:.0%}")
-    losses.set_xlabel("share of the wall time")
+    losses.set_xlim(0, 1.3 * max(shares) or 1)
+    losses.set_xlabel("lost, % of the wall time")
     restarts = len(starts) - 1
-    figure.suptitle(f"goodput {shares[0]:.1%} of {wall / unit:,.1f} {name}, {restarts} restart{'s' * (restarts != 1)}")
+    title = f"{document['goodput'] or 0:.1%} of {wall / unit:,.1f} {name} productive"
+    figure.suptitle(f"{title}, {restarts} restart{'s' * (restarts != 1)}")
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise UserError(f"--draw={path} cannot be written: {error}") from error
+        raise UserError(f"the picture {path} cannot be written ({error}): name another by --draw=FILE") from error
 
 
 def _joined(spans: list[tuple[int, int]], unit: int) -> list[tuple[float, float]]:

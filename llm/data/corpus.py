@@ -114,7 +114,7 @@ class Found(NamedTuple):
 
 
 def _look(data: Any, vocab: int, cache: Path) -> Found:
-    parts = sources.parse_mixture(data.paths, data.mixture)
+    parts = sources.parse_sources(data.paths, data.mixture)
     given = Tokenizer.load(sources.locate(data.tokenizer), vocab) if data.tokenizer else None
     cache.mkdir(parents=True, exist_ok=True)
     found = [_find(part, cache) for part in parts]

@@ -211,7 +211,7 @@ class Part(NamedTuple):
     weight: float
 
 
-def parse_mixture(paths: Sequence[str], mixture: Sequence[str]) -> list[Part]:
+def parse_sources(paths: Sequence[str], mixture: Sequence[str]) -> list[Part]:
     """The sources of `data`: those of data.mixture, NAME=PATH@WEIGHT (or PATH:PATH@WEIGHT), or all of data.paths as one.
 
     Raises UserError when both or neither are given, or an entry cannot be read.

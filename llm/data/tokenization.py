@@ -27,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from llm.data import sources, store
 from llm.data.tokenizer import Tokenizer
+from llm.signals import SIGNALS
 from parallel.errors import UserError
 
 UNIT = 16 << 20  # least bytes of text that a process takes at a time
@@ -123,17 +124,20 @@ def tokenise(
     units.mkdir(parents=True, exist_ok=True)
     known = {source.path: fact for source, fact in zip(files, facts)}
     size = max(UNIT, sum(fact["bytes"] for fact in facts) // UNITS)
-    jobs = []
+    jobs: dict[str, Job] = {}
     for part in sources.divide(files, size):
         recipe = [store.KIND, format, dtype, tokenizer.hash, [[known[s.path], s.start, s.stop, s.line] for s in part]]
-        jobs.append(Job(hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:24], part, units, format, dtype))
-    todo = [job for job in jobs if not _is_done(job)]
+        key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:24]
+        while key in jobs:  # the same text again, under the same name in another folder
+            key += "+"
+        jobs[key] = Job(key, part, units, format, dtype)
+    todo = [job for job in jobs.values() if not _is_done(job)]
     tokenizer.save(work / "tokenizer.json")
-    sizes = {job.key: sum(source.size for source in job.sources) for job in jobs}
+    sizes = {key: sum(source.size for source in job.sources) for key, job in jobs.items()}
     with Display(sum(sizes.values()), sum(sizes.values()) - sum(sizes[job.key] for job in todo)) as display:
         for job in _run(todo, work / "tokenizer.json", workers or os.cpu_count() or 1, display):
             display.add(sizes[job.key])
-    _join(work, jobs, facts, tokenizer)
+    _join(work, list(jobs.values()), facts, tokenizer)
     if fingerprints(files, stamps) != facts:
         shutil.rmtree(units)
         raise UserError("a source was changed while it was read: start again when nothing writes to it")
@@ -175,7 +179,8 @@ _process: dict[str, Any] = {}
 
 def _enter(tokenizer: Path, threads: int, stop: Any, tokens: Any) -> None:
     """Prepare a worker: its tokenizer, a share of the CPUs, and an end when the parent is no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent sets `stop`
+    for number in SIGNALS:  # launchers and terminals send them to all; it is for the parent to stop
+        signal.signal(number, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -264,7 +269,8 @@ class _Records:
         store.grain()
         from array_record.python.array_record_module import ArrayRecordWriter
 
-        self.file, self.dtype = ArrayRecordWriter(str(path), "group_size:1"), dtype  # groups of one are read at random
+        self.path, self.dtype = path, dtype
+        self.file = ArrayRecordWriter(str(path), "group_size:1")  # groups of one are read at random
         self.held: list[int] = []
 
     def add(self, ids: list[int]) -> None:
@@ -282,6 +288,8 @@ class _Records:
 
     def close(self) -> None:
         self.file.close()
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def _is_done(job: Job) -> bool:

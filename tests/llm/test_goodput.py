@@ -154,7 +154,7 @@ def test_runs_without_a_log(tmp_path):
         goodput(tmp_path)
     write(tmp_path, start(5, 0))
     assert adds_up(goodput(tmp_path))["goodput"] is None
-    with pytest.raises(UserError, match=r"--draw=.*cannot be written"):
+    with pytest.raises(UserError, match=r"the picture .*a\.png cannot be written"):
         goodput(tmp_path, str(tmp_path / "nowhere" / "a.png"))
 
 
@@ -176,6 +176,33 @@ def test_the_log_says_that_the_run_is_alive_but_not_during_steps(tmp_path):
             assert not thread.is_alive()
 
 
+def test_a_hung_run_says_why_it_ends(tmp_path, monkeypatch):
+    log = EventLog(tmp_path)
+    log.write("start")
+    log.write("steps")
+    log.close_soon("watchdog: no end of the step")
+    assert account(events.read(tmp_path))[0].why == "watchdog: no end of the step"
+    hung = EventLog(tmp_path)
+    hung.write("start")
+    monkeypatch.setattr(events.threading.Thread, "join", lambda self, timeout: time.sleep(timeout / 50))
+    with hung._changed:  # as when writing the log is what hangs
+        hung.close_soon("watchdog: no end of saving")
+    assert account(events.read(tmp_path))[1].why in (None, "watchdog: no end of saving")
+
+
+def test_a_refused_start_leaves_no_line(tmp_path):
+    write(tmp_path, FIRST)
+    before = (tmp_path / EVENTS).read_bytes()
+    for error, kind, kept in ((UserError, "start", False), (UserError, "steps", True), (OSError, "start", True)):
+        with pytest.raises(error), EventLog(tmp_path) as log:
+            log.write("start")
+            if kind != "start":
+                log.write(kind)
+            raise error("no")
+        assert (before != (tmp_path / EVENTS).read_bytes()) == kept
+        (tmp_path / EVENTS).write_bytes(before)
+
+
 def test_long_runs_have_few_lines(tmp_path, monkeypatch):
     log, now = EventLog(tmp_path, began=0.0), [0.0]
     monkeypatch.setattr(events.time, "monotonic", lambda: now[0])
@@ -195,7 +222,13 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
     with EventLog(tmp_path / "nowhere") as log:
         log.write("start")
         log.write("steps")
-    assert capsys.readouterr().err.count("events.jsonl is not written any more") == 1
+    assert capsys.readouterr().err.count("events.jsonl cannot be written") == 1
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / EVENTS).symlink_to("/dev/full")
+    with EventLog(tmp_path / "full") as log:
+        log.write("start")
+        log.write("steps")
+    assert capsys.readouterr().err.count("No space left") == 1
     with EventLog(None) as log:
         log.write("start")
     log = EventLog(tmp_path)

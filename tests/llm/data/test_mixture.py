@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llm.data.batches import training_batch
 from llm.data.corpus import open_corpus
 from llm.data.order import BLOCK, Mixture
-from llm.data.sources import parse_mixture
+from llm.data.sources import parse_sources
 from parallel.errors import UserError
 from tests.llm.data.small import CountingStream, data_config
 from tests.llm.data.test_batches import assert_same, check_rows
@@ -159,7 +159,7 @@ def test_patterns_hold_out_documents_of_a_source(folders, tmp_path):
 )
 def test_entries_that_are_refused(paths, mixture, message):
     with pytest.raises(UserError, match=message) as caught:
-        parse_mixture(paths, mixture)
+        parse_sources(paths, mixture)
     assert "\n" not in str(caught.value)
 
 
@@ -175,4 +175,4 @@ def test_sources_that_are_refused(folders, tmp_path):
 
 
 def test_paths_of_a_source_and_names_with_odd_signs():
-    assert parse_mixture((), ["a.b-c=x@y/*.txt:z@2.5e-1"]) == [("a.b-c", ("x@y/*.txt", "z"), 0.25)]
+    assert parse_sources((), ["a.b-c=x@y/*.txt:z@2.5e-1"]) == [("a.b-c", ("x@y/*.txt", "z"), 0.25)]

@@ -151,6 +151,16 @@ def test_killed_and_gone_on_with(text, tokenizer, tmp_path, monkeypatch, capsys,
     assert files_of(output) == files_of(tmp_path / "whole")
 
 
+def test_the_same_file_twice(text, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenization, "UNIT", 1)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "4.txt").write_bytes((text / "4.txt").read_bytes())
+    paths = [str(text / "4.txt"), str(tmp_path / "again" / "4.txt")]
+    result = tokenize(paths, str(tokenizer), tmp_path / "tokens", workers=1)
+    opened, half = store.Store(tmp_path / "tokens"), result["tokens"] // 2
+    assert result["documents"] == 2 and np.array_equal(opened.read(0, half), opened.read(half, 2 * half))
+
+
 def test_a_bad_line_keeps_what_was_done(text, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenization, "UNIT", 6000)
     (tmp_path / "text").mkdir()
