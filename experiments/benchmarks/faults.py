@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -85,12 +86,15 @@ class Job:
         for i in range(self.processes):
             several = [f"--coordinator=127.0.0.1:{port}", f"--processes={self.processes}", f"--process={i}"]
             command = [sys.executable, *entry, "train", *flags, *(several if self.processes > 1 else [])]
-            output = open(self.workdir.parent / f"{self.workdir.name}.{i}.log", "w")  # noqa: SIM115
+            output = open(self._log(i), "w")  # noqa: SIM115
             self.children.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT))
             output.close()
 
+    def _log(self, process: int) -> Path:
+        return self.scratch / f"{self.workdir.parent.name}.{self.workdir.name}.{process}.log"
+
     def text(self, process: int = 0) -> str:
-        return (self.workdir.parent / f"{self.workdir.name}.{process}.log").read_text(errors="replace")
+        return self._log(process).read_text(errors="replace")
 
     def running(self) -> bool:
         return all(child.poll() is None for child in self.children)
@@ -160,7 +164,7 @@ class Campaign:
         self.scratch, self.random = scratch, random.Random(seed)
         (scratch / "config.py").write_text(CONFIG)
         self.wanted, self.phases, self.faults = {}, Counter(), Counter()
-        self.trials, self.survived, self.most_lost = 0, 0, 0
+        self.trials, self.survived, self.most_lost, self.number = 0, 0, 0, itertools.count()
         for processes in (1, 2):  # fills the cache of compiled programs, too
             job = Job(scratch, scratch / f"undisturbed{processes}", processes)
             began = time.monotonic()
@@ -173,8 +177,12 @@ class Campaign:
         self.compiling = next(b["run_s"] - a["run_s"] for a, b in itertools.pairwise(lines) if a["kind"] == "compile")
 
     def trial(self, fault: str) -> None:
-        """One fault in a new run, and the end of that run."""
-        folder, problem = self.scratch / f"trial{self.trials}", ""
+        """One fault in a new run, and the end of that run; another time when the run was over before the fault came."""
+        while not self._trial(fault):
+            pass
+
+    def _trial(self, fault: str) -> bool:
+        folder, problem = self.scratch / f"trial{next(self.number)}", ""
         job = Job(self.scratch, folder / "run", 2 if fault == "two processes" else 1)
         folder.mkdir()
         mounted, began = False, time.monotonic()
@@ -187,8 +195,8 @@ class Campaign:
                 problem, phase = self._kill(job, where)
             else:
                 problem, phase = getattr(self, "_" + fault.replace(" ", "_"))(job), fault
-            if problem is None:  # the run was over before anything happened
-                return
+            if problem is None:
+                return False
             done, saving, damaged = job.steps_done(), job.saving(), fault in ("flipped", "truncated")
             codes, first = [], None
             while not codes or (any(codes) and len(codes) < 4):  # 75 and the like: start again
@@ -215,7 +223,9 @@ class Campaign:
             self.phases[phase] += 1
         result = f"NOT survived: {problem}" if problem else f"survived, at step {done}, {lost} steps lost"
         print(f"{self.trials:3}  {fault:20}{phase:14}{result}  ({time.monotonic() - began:.0f} s)", flush=True)
-        shutil.rmtree(folder, ignore_errors=not problem) if not problem else None
+        if not problem:
+            shutil.rmtree(folder)
+        return True
 
     def _kill(self, job: Job, where: str) -> tuple[str | None, str]:
         """(problem, or None when the run was over; the phase that the kill fell into)."""
@@ -337,14 +347,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     options = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="faults"))
     campaign = Campaign(scratch, options.seed)
     short = lambda: [phase for phase in ("save", "compile") if campaign.phases[phase] < FEWEST]
-    for fault in (PLAN * (options.trials // len(PLAN) + 1))[: options.trials]:
-        before = campaign.trials
-        while campaign.trials == before:  # some faults come too late at times
-            campaign.trial(fault)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(campaign.trial, (PLAN * (options.trials // len(PLAN) + 1))[: options.trials]))
     while options.trials >= len(PLAN) and short():
         campaign.trial(f"kill {short()[0]}")
     if campaign.survived == campaign.trials:

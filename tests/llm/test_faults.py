@@ -19,7 +19,7 @@ from llm.checkpoint import Checkpoints, read
 from llm.commandline import dispatch
 from llm.config import CheckpointConfig, EvaluateConfig, TrainConfig
 from llm.data.corpus import Corpus, open_corpus
-from llm.metrics import METRICS, Metrics, read_jsonl
+from llm.metrics import METRICS, Metrics, TensorBoard, read_jsonl
 from llm.skips import FEWEST, WINDOW, Skips
 from llm.step import Program, build
 from llm.train import train
@@ -149,6 +149,20 @@ def test_odd_lines_of_metrics_are_left_out(run, tmp_path):
     assert train(tiny(), workdir)["loss"] is None  # it is finished
 
 
+@pytest.mark.smoke
+def test_a_run_goes_on_without_tensorboard(tmp_path, capsys):
+    """Its files are the one thing that may be lost when a disk is full."""
+    events = TensorBoard(tmp_path / "tensorboard", 0)
+    events.scalars(1, {"loss": 2.0})
+    events.writer._py_recordio_writer._writer.close()
+    events.writer._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)
+    for step in range(2, 50):
+        events.scalars(step, {"loss": 2.0})
+    events.text(50, "sample", "text")
+    events.close()
+    assert capsys.readouterr().err.count("note: tensorboard's files are not written any more") == 1
+
+
 @pytest.mark.parametrize(
     ("place", "name", "times", "number"),
     [
@@ -196,6 +210,29 @@ def test_a_failed_save_ends_the_run_and_loses_nothing_that_was_saved(step, run, 
     assert Checkpoints(tmp_path / "checkpoints", 9).latest() == step - 3
     train(tiny(), tmp_path)
     assert records(tmp_path) == records(run)
+
+
+def test_interrupted_again_and_again_is_uninterrupted(tmp_path, monkeypatch):
+    """Bit for bit, over epochs that are shuffled anew, with dropout, warm-up and decay, evaluation and metrics."""
+    text, held = tmp_path / "a.txt", tmp_path / "b.txt"
+    text.write_text((ROOT / "llm/data/text/1970_richard_nixon.txt").read_text()[:150])
+    held.write_text("One more text, which is not trained on.")
+    config = tiny(
+        data__paths=f"{text},{held}", data__held_out="b.txt", data__tokenizer="", evaluate__every=2, checkpoint__every=2
+    )
+    train(config, tmp_path / "whole")
+    for steps in (1, 2, 3):
+        with monkeypatch.context() as context:
+            after(context, Metrics, "step", interrupt, steps)
+            assert train(config, tmp_path / "parts")["stopped"]
+    assert train(config, tmp_path / "parts")["step"] == 12
+    lines = records(tmp_path / "whole")
+    assert records(tmp_path / "parts") == lines
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert max(line["epoch"] for line in lines if "epoch" in line) > 2
+    for name in ("params/embed/tokens", "optimizer/adam/nu/embed/tokens", "step"):
+        whole, parts = (read(tmp_path / run / "checkpoints", 12, name) for run in ("whole", "parts"))
+        np.testing.assert_array_equal(whole, parts)
 
 
 # ------------------------------------------------------------------------------------------- updates that are skipped
