@@ -4,7 +4,9 @@ import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +55,12 @@ class Metrics:
     """Writes each record to all sinks. `start`: the step that the run continues from; later lines are dropped."""
 
     def __init__(self, workdir: Path, config: Config, start: int, bubble: float | None):
-        from tensorboardX import SummaryWriter
-
         self.wandb = _wandb(workdir, config) if config.wandb else None
         self.evaluated = keep_until(workdir / METRICS, start)
         keep_until(workdir / SAMPLES, start)
         self.file = open(workdir / METRICS, "a")  # noqa: SIM115
         self.samples = open(workdir / SAMPLES, "a")  # noqa: SIM115
-        self.events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1, flush_secs=10)
+        self.events = TensorBoard(workdir / "tensorboard", start)
         self.line = Line(config.train.steps, start, bubble)
 
     def step(self, record: dict[str, Any]) -> None:
@@ -78,29 +78,80 @@ class Metrics:
         """A sample of generated text."""
         self.samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         self.samples.flush()
-        self.events.add_text("sample", prompt + text, step)
+        self.events.text(step, "sample", prompt + text)
         if self.wandb:
             self.wandb.log({"sample": prompt + text}, step=step)
         self.line.say(f"step {step}: sample: {prompt}{text}")
 
     def close(self) -> None:
-        """Finish all sinks."""
-        self.line.close()
-        self.file.close()
-        self.samples.close()
-        self.events.close()
-        if self.wandb:
-            self.wandb.finish()
+        """Finish all sinks, also when one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for sink in (self.line, self.file, self.samples, self.events):
+                stack.callback(sink.close)
+            if self.wandb:
+                stack.callback(self.wandb.finish)
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {name: finite(value) for name, value in record.items()}
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
-        for name, value in numbers.items():
-            self.events.add_scalar(name, value, record["step"])
+        self.events.scalars(record["step"], numbers)
         if self.wandb:
             self.wandb.log(numbers, step=record["step"])
+
+
+class TensorBoard:
+    """Files that tensorboard reads, in which what a former start wrote after step `start` counts no more.
+
+    Written by the thread that trains: one of its own would die of a full disk, and the run wait for it for ever. When they
+    cannot be written, a note says so once, and the run goes on without them."""
+
+    SECONDS = 10.0  # between two writes to the disk
+
+    def __init__(self, folder: Path, start: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        folder.mkdir(exist_ok=True)
+        self.writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        self.written = 0.0
+        self._put(start + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Numbers of a step."""
+        from tensorboardX.summary import scalar
+
+        for name, value in values.items():
+            self._put(step, summary=scalar(name, value))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """A text of a step."""
+        from tensorboardX import summary
+
+        self._put(step, summary=summary.text(name, text))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._try(lambda: self.writer.close())
+        self.writer = None
+
+    def _put(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._try(lambda: self.writer.write_event(Event(wall_time=time.time(), step=step, **content)))
+        if time.monotonic() - self.written > self.SECONDS:
+            self._try(lambda: self.writer.flush())
+            self.written = time.monotonic()
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        if self.writer is None:
+            return
+        try:
+            act()
+        except OSError as error:
+            self.writer = None
+            print(f"note: tensorboard's files are not written any more: {error}", file=sys.stderr)
 
 
 class NoMetrics:

@@ -155,7 +155,7 @@ def test_a_run_goes_on_without_tensorboard(tmp_path, capsys):
     events = TensorBoard(tmp_path / "tensorboard", 0)
     events.scalars(1, {"loss": 2.0})
     events.writer._py_recordio_writer._writer.close()
-    events.writer._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)
+    events.writer._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     for step in range(2, 50):
         events.scalars(step, {"loss": 2.0})
     events.text(50, "sample", "text")
