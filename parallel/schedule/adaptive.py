@@ -43,8 +43,16 @@ def adaptive_v(
         if max(memory_peaks(table)) <= limit + 1e-9:
             return table
         best = (0.0, v_min_block(p)) if best[1] != v_min_block(p) else None
-    least = max(memory_peaks(from_block("v-min", v_min_block(p), m)))
-    raise UserError(f"adaptive-v: {limit:g} microbatches a rank are too few; {p} stages need {least:g} at least")
+    check_memory(p, m, limit)
+    raise UserError(f"adaptive-v: no building block holds {m} microbatches within {limit:g} a rank; allow one more")
+
+
+def check_memory(stages: int, microbatches: int, memory: float) -> None:
+    """Raise UserError when V-Min holds more than `memory` microbatches a rank (0: no limit)."""
+    few = min(microbatches, 2 * stages + 4)  # from there on it holds no more
+    least = max(memory_peaks(from_block("v-min", v_min_block(stages), few)))
+    if 0 < memory < least - 1e-9:
+        raise UserError(f"adaptive-v: {memory:g} microbatches a rank are too few; {stages} stages need {least:g} at least")
 
 
 def _blocks(p: int, limit: float) -> list[Block]:

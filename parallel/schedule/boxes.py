@@ -49,8 +49,9 @@ class Picture:
 
     @property
     def unit(self) -> float:
-        """The median length of a box."""
-        return float(np.median([b.end - b.start for b in self.boxes])) if self.boxes else 1.0
+        """The median length of a box that takes any time."""
+        lengths = [b.end - b.start for b in self.boxes if b.end > b.start]
+        return float(np.median(lengths)) if lengths else 1.0
 
     @property
     def idle(self) -> float:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
 from parallel.schedule.boxes import Picture, of_simulation, of_ticks
-from parallel.schedule.draw import FORMATS, ascii_timeline
+from parallel.schedule.draw import FORMATS, ascii_timeline, legend
 from parallel.schedule.draw import draw as draw_picture
 from parallel.schedule.html import save_html
 from parallel.schedule.registry import SCHEDULES, make
 from parallel.schedule.search import OBJECTIVES, lower_bound, search
 from parallel.schedule.simulate import simulate
-from parallel.schedule.table import Table
+from parallel.schedule.table import Table, check_sizes
 from parallel.schedule.table_csv import save
 from parallel.schedule.tick_search import search_ticks
 from parallel.schedule.ticks import best_ticks
@@ -30,7 +32,7 @@ FLAGS = (  # (name, default, placeholder, help)
     ("group", 0, "G", "microbatches in a group of an interleaved schedule; 0: its own"),
     ("costs", "1,1,1", "F,B,W", "times of one full rank and one microbatch; B is the input gradient only"),
     ("comm", 0.0, "C", "delay between two ranks"),
-    ("memory", 0.0, "N", "microbatches of one full rank that a rank may hold, for auto and the fitted schedules; 0: no limit"),
+    ("memory", 0.0, "N", "microbatches of one full rank that a rank may hold; 0: no limit, or the schedule's own"),
     ("objective", "makespan", "WHAT", "what auto minimises: makespan, rank_span, or ticks in idle mode skip or compute"),
     ("compare", False, "", "all schedules that fit, ranked for the asynchronous and for the tick machine"),
     ("list", False, "", "the names of all schedules and their constraints"),
@@ -40,11 +42,28 @@ FLAGS = (  # (name, default, placeholder, help)
     ("csv", "", "FILE", "write the table as CSV in PyTorch's compute-only notation"),
 )
 
+DEFAULTS = {name: default for name, default, *_ in FLAGS}
+LARGEST = 1e9  # of a time, in any unit; the smallest but 0 is its inverse
+LONG = 10_000  # forwards above which a call takes long enough to say what it does
+
 
 def run(options: Mapping[str, Any] | Any) -> tuple[Any, str]:
     """(document for --json, text) of one call; options: the FLAGS as a mapping or as attributes."""
     given = options if isinstance(options, Mapping) else vars(options)
-    return schedule(**{name: given[name] for name, *_ in FLAGS if name in given})
+    return schedule(**{name: given[name] for name in DEFAULTS if name in given})
+
+
+def _only(given: Mapping[str, Any], what: str, *used: str) -> None:
+    """Refuse the flags that --what would not look at."""
+    others = [flag for flag, value in given.items() if flag not in (what, *used) and value != DEFAULTS[flag]]
+    if others:
+        raise UserError(f"--{what} does not look at --{', --'.join(others)}: leave {'it' if len(others) == 1 else 'them'} out")
+
+
+def _tell(what: str, forwards: int) -> None:
+    """Say on stderr what comes, when it may take long."""
+    if forwards > LONG:
+        print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def schedule(
@@ -53,7 +72,7 @@ def schedule(
     microbatches: int = 8,
     chunks: int = 0,
     group: int = 0,
-    costs: str | Sequence[float] = (1, 1, 1),
+    costs: str | Sequence[float] = "1,1,1",
     comm: float = 0.0,
     memory: float = 0.0,
     objective: str = "makespan",
@@ -69,35 +88,44 @@ def schedule(
 
     Raises UserError for a combination that the schedule cannot do, and for file names of an unknown kind before writing any.
     """
+    given = {flag: value for flag, value in locals().items() if flag in DEFAULTS}
     if list:
+        _only(given, "list")
         return listing()
     times = parse_costs(costs)
-    if comm < 0 or memory < 0:
-        raise UserError(f"comm and memory are at least 0, not {comm:g} and {memory:g}")
+    if not 0 <= comm <= LARGEST:
+        raise UserError(f"comm is a time of at least 0 and at most {LARGEST:g}, not {comm:g}")
+    check_sizes(stages, microbatches, chunks, group, memory)
+    if compare:
+        _only(given, "compare", "stages", "microbatches", "chunks", "costs", "comm", "memory")
+        return comparison(stages, microbatches, times, comm, chunks, memory, width)
     if draw and not draw.endswith((*FORMATS, ".html")):
         raise UserError(f"cannot draw {draw!r}: the name ends in one of {', '.join((*FORMATS, '.html'))}")
-    if compare:
-        return comparison(stages, microbatches, times, comm, chunks, memory)
-    document, table = {}, None
+    document: dict[str, Any] = {}
+    _tell(f"making {name}", stages * microbatches * (chunks or 2))
     if name == "auto":
+        if group:
+            raise UserError("auto: chooses its groups of microbatches itself; leave group at 0")
         table, document = automatic(stages, microbatches, times, comm, memory, chunks, objective)
     else:
-        table = make(name, stages, microbatches, chunks, group, "", times, comm, memory).validate()
+        if objective != DEFAULTS["objective"]:
+            raise UserError(f"{name}: has an order of its own; --objective={objective} is for --name=auto")
+        table = make(name, stages, microbatches, chunks, group, "", times, comm, memory).validate(memory)
+    _tell("timing it and packing it into ticks", stages * microbatches * table.chunks)
     document = facts(table, times, comm) | document
     lines = summary(document)
     picture = _picture(table, times, comm, ticks)
     written = []
     for file in filter(None, (draw, trace, csv)):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
+    if csv:  # first, as not every table can be written
+        written.append(save(table, csv))
     if draw:
         written.append(save_html(picture, draw) if draw.endswith(".html") else draw_picture(picture, draw))
     if trace:
         written.append(save_trace(picture, trace))
-    if csv:
-        written.append(save(table, csv))
     shown = best_ticks(table, times) if ticks else simulate(table, times, comm)
-    columns = width or shutil.get_terminal_size((100, 24)).columns
-    lines += ["", ascii_timeline(shown, columns, times)]
+    lines += ["", ascii_timeline(shown, width or _columns(), times), legend(table)]
     lines += [f"wrote {path}" for path in written]
     return document, "\n".join(lines)
 
@@ -109,8 +137,11 @@ def parse_costs(costs: str | Sequence[float]) -> tuple[float, float, float]:
         times = tuple(float(x) for x in parts)
     except (TypeError, ValueError):
         times = ()
-    if len(times) != 3 or min(times) < 0 or not 0 < sum(times) < float("inf"):
-        raise UserError(f"costs are three times F,B,W like 1,1,0.65, at least 0 and not all 0; not {costs!r}")
+    if len(times) != 3 or not any(times) or not all(t == 0 or 1 / LARGEST <= t <= LARGEST for t in times):
+        raise UserError(
+            f"costs are three times F,B,W like 1,1,0.65, each 0 or from {1 / LARGEST:g} to {LARGEST:g}, not all 0; "
+            f"not {costs!r}"
+        )
     return times
 
 
@@ -211,11 +242,17 @@ def listing() -> tuple[list[dict[str, Any]], str]:
 
 
 def comparison(
-    stages: int, microbatches: int, costs: tuple[float, float, float], comm: float = 0.0, chunks: int = 0, memory: float = 0.0
+    stages: int,
+    microbatches: int,
+    costs: tuple[float, float, float],
+    comm: float = 0.0,
+    chunks: int = 0,
+    memory: float = 0.0,
+    width: int = 0,
 ) -> tuple[list[dict[str, Any]], str]:
     """All schedules that fit, the shortest makespan first, and which are slower than interleaved on the tick machine.
 
-    chunks: for the schedules that take any number. memory: leave out what holds more (0: nothing).
+    chunks: for the schedules that take any number. memory: leave out what holds more (0: nothing). width: of the text.
     """
     rows: list[dict[str, Any]] = []
     refused: list[str] = []
@@ -224,6 +261,7 @@ def comparison(
             continue
         forms = ("",) if spec.split or not spec.executable else ("whole", "split")
         for backward in forms:
+            _tell(f"{name} {backward}".rstrip(), stages * microbatches * (chunks or 2))
             try:
                 table = make(name, stages, microbatches, chunks if spec.free_chunks else 0, 0, backward, costs, comm)
             except UserError as error:
@@ -238,33 +276,49 @@ def comparison(
     ticked = sorted((d for d in rows if d["tick_makespan"] is not None), key=lambda d: d["tick_makespan"])
     for i, d in enumerate(rows):
         d["rank_asynchronous"], d["rank_ticks"] = i + 1, next((k + 1 for k, t in enumerate(ticked) if t is d), None)
+    columns = width or _columns()
     label = lambda d: d["name"] + (" (W deferred)" if d["backward"] == "split" and not SCHEDULES[d["name"]].split else "")
     wide = max(map(len, map(label, rows)), default=8)
-    head = f"{'':<{wide}}  chunks  makespan  bubble  rank span    held |   ticks  in      computed    held  place"
-    lines = [f"{stages} stages, {microbatches} microbatches, F,B,W = {','.join(f'{x:g}' for x in costs)}, delay {comm:g}", head]
+    lines = [
+        f"{stages} stages, {microbatches} microbatches, F,B,W = {','.join(f'{x:g}' for x in costs)}, delay {comm:g}",
+        f"{'':<{wide}}         {'asynchronous machine':^42} | tick machine, idle slots skipped / computed",
+        f"{'schedule':<{wide}} chunks   # makespan  bubble  rank span   peak |   #   skipped shape   peak  computed",
+    ]
     for d in rows:
         line = (
-            f"{label(d):<{wide}}  {d['chunks']:>6}  {d['makespan']:>8.5g}  {d['bubble_makespan']:>6.1%}  {d['rank_span']:>9.5g}"
-            f"  {max(d['peak_activations']):>6.4g} |"
+            f"{label(d):<{wide}} {d['chunks']:>6} {d['rank_asynchronous']:>3} {d['makespan']:>8.5g}"
+            f"  {d['bubble_makespan']:>6.1%}  {d['rank_span']:>9.5g} {max(d['peak_activations']):>6.4g} |"
         )
-        if d["tick_makespan"] is not None:
+        if d["tick_makespan"] is None:
+            line += "   not executed"
+        else:
             line += (
-                f"  {d['tick_makespan']:>6.5g}  {d['tick_shape']:<6}  {d['tick_makespan_compute']:>8.5g}"
-                f"  {max(d['tick_peak_activations']):>6.4g}  {d['rank_ticks']:>5}"
+                f" {d['rank_ticks']:>3} {d['tick_makespan']:>9.5g} {d['tick_shape']:<6} {max(d['tick_peak_activations']):>5.4g}"
+                f" {d['tick_makespan_compute']:>9.5g}"
             )
         lines.append(line)
     bound = lower_bound(stages, microbatches, costs, comm, max((d["chunks"] for d in rows), default=1))
-    lines.append(f"no table with these chunks, and one copy of the model, has a makespan below {bound:.5g}")
+    notes = [
+        "#: place by makespan, and by ticks with idle slots skipped. peak: microbatches of a full rank that the fullest rank "
+        f"holds. No table with these chunks and one copy of the model has a makespan below {bound:.5g}."
+    ]
     for key, mode in (("tick_makespan", "skipped"), ("tick_makespan_compute", "computed")):
         ours = min((d for d in ticked if d["name"] == "interleaved"), key=lambda d: d[key], default=None)
         slow = sorted((d for d in ticked if ours and d[key] > ours[key] * 1.0001), key=lambda d: d[key])
         if slow:
-            lines.append(
-                f"In ticks, with idle slots {mode}, these are slower than {label(ours)} ({ours[key]:.5g}): "
-                + ", ".join(f"{label(d)} {d[key]:.5g}" for d in slow)
+            notes.append(
+                f"In ticks with idle slots {mode}, {label(ours)} takes {ours[key]:.5g}; slower than that: "
+                + ", ".join(f"{label(d)} +{d[key] / ours[key] - 1:.1%}" for d in slow)
             )
-    lines += [f"left out: {why}" for why in refused]
+    notes += [f"left out: {why}" for why in refused]
+    for note in notes:
+        lines += textwrap.wrap(note, columns, subsequent_indent="  ", break_on_hyphens=False)
     return rows, "\n".join(lines)
+
+
+def _columns() -> int:
+    """Width of the terminal."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def _picture(table: Table, costs, comm: float, ticks: bool) -> Picture:

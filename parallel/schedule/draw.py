@@ -54,17 +54,21 @@ def draw_over(pictures: Mapping[str, Picture], path: str | os.PathLike, unit: st
     units = max(picture.end / picture.unit for picture in pictures.values())  # boxes side by side
     width = min(max(9.0, 0.125 * units), 44.0)  # inches: two digits fit a box, as long as the page is not too wide
     rank = 0.34 if table.stages <= 16 else 0.24  # height of a rank
-    panel = rank * table.stages + 0.75  # with title, axis and labels
-    tall = panel * len(pictures) + 0.45
+    big = min(max(1.0, width / 20), 2.0)  # text around the picture: a wide page is looked at from farther away
+    panel = rank * table.stages + 0.75 * big  # with title, axis and labels
+    tall = panel * len(pictures) + 0.45 * big
     figure = Figure(figsize=(width, tall), dpi=150 if width < 30 else 110)
     FigureCanvasAgg(figure)
+    left, room = 0.62 * big, width - 1.0 * big
     for i, (title, picture) in enumerate(pictures.items()):
-        bottom = (len(pictures) - 1 - i) * panel + 0.52
-        axes = figure.add_axes((0.62 / width, bottom / tall, 1 - 0.8 / width, rank * table.stages / tall))
-        _paint(axes, picture, (width - 0.8) * 72 / end, rank)
+        bottom = (len(pictures) - 1 - i) * panel + 0.52 * big
+        axes = figure.add_axes((left / width, bottom / tall, room / width, rank * table.stages / tall))
+        _paint(axes, picture, room * 72 / end, rank)
         axes.set_xlim(0, end)
-        axes.set_title(title, size=10, loc="left", pad=20 if i == 0 else 6)
-    axes.set_xlabel(f"time ({unit})" if unit else "time (F, B, W as given)", size=9)
+        axes.tick_params(axis="x", labelsize=8 * big)
+        axes.set_ylabel("rank", size=9 * big)
+        axes.set_title(title, size=10 * big, loc="left", pad=(20 if i == 0 else 6) * big)
+    axes.set_xlabel(f"time ({unit})" if unit else "time, in the unit of the costs", size=9 * big)
 
     kinds = [k for k in WORDS if k == "F" or not table.forward_only]
     keys = [
@@ -74,10 +78,10 @@ def draw_over(pictures: Mapping[str, Picture], path: str | os.PathLike, unit: st
     figure.legend(
         handles=keys,
         loc="upper left",
-        bbox_to_anchor=(0.5 / width, 1 - 0.36 / tall),
+        bbox_to_anchor=((left - 0.12) / width, 1 - 0.36 * big / tall),
         ncols=len(keys),
         frameon=False,
-        fontsize=7.5,
+        fontsize=7.5 * big,
         columnspacing=1.1,
         handlelength=1.2,
         handletextpad=0.4,
@@ -99,7 +103,7 @@ def _paint(axes: Any, picture: Picture, points: float, rank: float) -> None:
     for (kind, chunk), corners in groups.items():
         face = colour(kind, chunk, table.chunks)
         line = "#444444" if edge else face
-        axes.add_collection(PolyCollection(corners, facecolors=face, edgecolors=line, linewidths=edge))
+        axes.add_collection(PolyCollection(corners, facecolors=face, edgecolors=line, linewidths=edge, clip_on=False))
     for b in picture.boxes:
         room, text = (b.end - b.start) * points, str(b.microbatch)
         size = min(7.5, room / (0.62 * len(text) + 0.25), rank * 72 * 0.62)
@@ -111,8 +115,6 @@ def _paint(axes: Any, picture: Picture, points: float, rank: float) -> None:
         axes.vlines(picture.lines[1:], -0.5, table.stages - 0.5, colors="#999999", linewidths=0.5, zorder=0)
     axes.set_ylim(table.stages - 0.5, -0.5)
     axes.set_yticks(range(table.stages), [str(r) for r in range(table.stages)], size=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_ylabel("rank", size=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -153,3 +155,11 @@ def ascii_timeline(table: Table | TickTable | Simulation, width: int = 100, cost
         cell = text.ljust(room, "-") if room > len(text) else text if room == len(text) else letter * room
         lines[b.rank][first:last] = cell
     return "\n".join(f"{r:>{label - 1}} {''.join(line)}" for r, line in enumerate(lines))
+
+
+def legend(table: Table) -> str:
+    """What the letters of `ascii_timeline` mean."""
+    kinds = [k for k in WORDS if k == "F" or not table.forward_only]
+    words = ", ".join(f"{k} {WORDS[k]}" for k in kinds)
+    chunks = "; capitals: chunks 0, 2, ..., small letters: 1, 3, ..." if table.chunks > 1 else ""
+    return f"{words}{chunks}; the number is the microbatch; {IDLE} idle"

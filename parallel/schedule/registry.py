@@ -175,7 +175,8 @@ def check_executable(name: str, stages: int, microbatches: int, chunks: int = 0,
     """
     spec, ask = _asked(name, stages, microbatches, chunks, group, memory)
     if not spec.executable:
-        raise UserError(f"{name}: is for simulation and drawing (rule: {spec.rule}); choose another of {', '.join(SCHEDULES)}")
+        others = ", ".join(other for other, s in SCHEDULES.items() if s.executable)
+        raise UserError(f"{name}: is for simulation and drawing, it is not executed; these are: {others}, and FILE.csv")
     spec.check(ask)
 
 
@@ -219,7 +220,7 @@ def make_forward(placement: str, stages: int, microbatches: int, chunks: int = 1
         ranks = (tuple(Action("F", *unit) for unit in groups(group_sizes(m, p, p), v)),) * p
     elif placement == "v":  # a microbatch enters every other step; it comes back to a rank at the other parity
         units = [(c, i) for c in range(v) for i in range(m)]
-        due = lambda r, c, i: 2 * i + stage_of(placement, p, v, r, c)
+        due = lambda r, c, i: 2 * i + stage_of(placement, p, r, c)
         ranks = tuple(tuple(Action("F", *u) for u in sorted(units, key=lambda u, r=r: due(r, *u))) for r in range(p))
     else:
         raise UserError(f"no forward-only table for a {placement} placement; use linear, loop or v")

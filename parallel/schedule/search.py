@@ -10,7 +10,7 @@ from parallel.schedule.local import improve
 from parallel.schedule.order import in_turn
 from parallel.schedule.refit import place_w
 from parallel.schedule.simulate import memory_peaks, simulate, stage_costs
-from parallel.schedule.table import Table
+from parallel.schedule.table import Table, check_sizes
 
 Costs = tuple[float, float, float]
 OBJECTIVES = ("makespan", "rank_span")
@@ -19,22 +19,26 @@ STARTS = 4  # tables that local search starts from
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A searched table, its value in the unit of the costs, the bound no table goes below, and the best schedule
-    without search.
-
-    tried: {name of the schedule: its value}, of those that fit.
+class Result:
+    """What a search is worth: its value in the unit of the costs, the bound that nothing goes below, and what the named
+    schedules that fit give without search, {name: value}.
     """
 
-    table: Table
     value: float
     bound: float
     tried: dict[str, float]
 
     @property
     def gap(self) -> float:
-        """How far the table may be from the best: (value - bound) / bound."""
+        """How far it may be from the best: (value - bound) / bound."""
         return self.value / self.bound - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Found(Result):
+    """A searched table."""
+
+    table: Table
 
 
 def lower_bound(
@@ -69,13 +73,12 @@ def search(
     costs: times of F, B, W of one full rank and one microbatch. comm: delay between ranks. memory: microbatches of one
     full rank that a rank may hold (0: no limit). chunks: the most a rank may have (0: 2). objective: makespan or
     rank_span. effort: work of the local search, 0 for none; the result depends on it and on `seed`, not on the machine.
-    Raises UserError for a memory of less than one microbatch.
+    Raises UserError for impossible sizes.
     """
     if objective not in OBJECTIVES:
         raise UserError(f"the search minimises one of {', '.join(OBJECTIVES)}, not {objective!r}")
-    if 0 < memory < 1:
-        raise UserError(f"auto: a rank must hold at least 1 microbatch, not {memory:g}")
     p, m, most = stages, microbatches, chunks or 2
+    check_sizes(p, m, most, memory=memory)
     value = lambda table: getattr(simulate(table, costs, comm), objective)
     tables = candidates(p, m, costs, comm, memory, most)
     tried: dict[str, float] = {}
@@ -111,7 +114,7 @@ def search(
         race = race[: max(1, len(race) // 2)]
     if race[0][0] < best:
         best, table = race[0]
-    return Found(dataclasses.replace(table, name="auto", pairs=()), best, bound, tried)
+    return Found(best, bound, tried, dataclasses.replace(table, name="auto", pairs=()))
 
 
 def candidates(p: int, m: int, costs: Costs, comm: float, memory: float, chunks: int) -> list[tuple[str, Table]]:

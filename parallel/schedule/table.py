@@ -64,7 +64,7 @@ def place(placement: str, stages: int, chunks: int, stage: int) -> tuple[int, in
     return (position if placement in ("linear", "loop") or chunk % 2 == 0 else stages - 1 - position), chunk
 
 
-def stage_of(placement: str, stages: int, chunks: int, rank: int, chunk: int) -> int:
+def stage_of(placement: str, stages: int, rank: int, chunk: int) -> int:
     """The global stage that `rank` holds as its `chunk`; the inverse of `place`."""
     back = placement not in ("linear", "loop") and chunk % 2 == 1
     return chunk * stages + (stages - 1 - rank if back else rank)
@@ -94,7 +94,7 @@ class Table:
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """The global stage of a rank's chunk."""
-        return stage_of(self.placement, self.stages, self.chunks, rank, chunk)
+        return stage_of(self.placement, self.stages, rank, chunk)
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:

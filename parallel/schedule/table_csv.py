@@ -14,7 +14,7 @@ from parallel.schedule.table import PLACEMENTS, Action, ScheduleError, Table, pl
 
 OUR = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 THEIR = {ours: theirs for theirs, ours in OUR.items()}
-CELL = re.compile(r"(\d+)([FIWB])(\d+)")
+CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 PAIR = re.compile(r"\((.+);(.+)\)OVERLAP_F_B")
 
 
@@ -24,10 +24,12 @@ def load(path: str | os.PathLike) -> Table:
     Raises UserError (no such file, what a cell should look like, stages that fit no placement) and ScheduleError.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # spreadsheets begin a file with a byte order mark
             text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule {os.fspath(path)!r}: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read the schedule {os.fspath(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read the schedule {os.fspath(path)!r}: it is no text but a binary file") from error
     return loads(text, os.fspath(path))
 
 
@@ -50,22 +52,25 @@ def loads(text: str, name: str = "csv") -> Table:
             row += [_action(c.strip(), name, r) for c in (both.groups() if both else (cell,))]
         rows.append(row)
         pairs.append(frozenset(starts))
-    p = len(rows)
-    stages = 1 + max(s for row in rows for s, _, _ in row)
+    p, cells = len(rows), sum(map(len, rows))
+    stages, m = (1 + max(action[i] for row in rows for action in row) for i in (0, 2))
+    for what, n in (("stage", stages), ("microbatch", m)):
+        if n > cells:  # each has an F at least; and the checks below count up to the largest
+            raise UserError(f"{name}: {what} {n - 1} cannot be among {cells} actions: numbers start at 0 and leave none out")
     if stages % p:
         raise UserError(f"{name}: {stages} stages do not divide over {p} rows (ranks)")
     placement = _placement(rows, stages // p, name)
     places = [place(placement, p, stages // p, s) for s in range(stages)]
     ranks = tuple(tuple(Action(OUR[k], places[s][1], i) for s, k, i in row) for row in rows)
-    m = 1 + max(i for row in rows for _, _, i in row)
     return Table(name, p, stages // p, m, placement, ranks, tuple(pairs) if any(pairs) else ()).validate()
 
 
 def _action(cell: str, name: str, rank: int) -> tuple[int, str, int]:
     match = CELL.fullmatch(cell)
     if not match:
+        shown = repr(cell if len(cell) <= 24 else cell[:24] + "...")
         raise UserError(
-            f"{name}: rank {rank}: {cell!r} is no action; an action is like 2F0, with F, I, W or B "
+            f"{name}: rank {rank}: {shown} is no action; an action is like 2F0, with F, I, W or B "
             "(compute only: no sends, receives or sharding)"
         )
     return int(match[1]), match[2], int(match[3])

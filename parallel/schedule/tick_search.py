@@ -9,8 +9,8 @@ from itertools import product
 
 from parallel.errors import UserError
 from parallel.schedule.order import group_sizes, groups, in_turn
-from parallel.schedule.search import candidates, lower_bound
-from parallel.schedule.table import ScheduleError, Table
+from parallel.schedule.search import Result, candidates, lower_bound
+from parallel.schedule.table import ScheduleError, Table, check_sizes
 from parallel.schedule.ticks import ORDERS, SHAPES, TickTable, pack
 
 Costs = tuple[float, float, float]
@@ -19,18 +19,10 @@ MANY = 20_000  # actions above which only the named schedules are packed
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundTicks:
-    """The best ticks, their cost in the unit of the costs, the bound no ticks go below; tried: {name: cost} without search."""
+class FoundTicks(Result):
+    """Searched ticks."""
 
     ticks: TickTable
-    value: float
-    bound: float
-    tried: dict[str, float]
-
-    @property
-    def gap(self) -> float:
-        """How far the ticks may be from the best: (value - bound) / bound."""
-        return self.value / self.bound - 1
 
 
 def packings(table: Table) -> list[TickTable]:
@@ -60,9 +52,8 @@ def search_ticks(
     no limit). chunks: the most a rank may have (0: 2). idle: 'skip' or 'compute'. effort: of the local improvement. Packing the
     result's table again (order 'keep', its shape) gives the result's ticks.
     """
-    if 0 < memory < 1:
-        raise UserError(f"auto: a rank must hold at least 1 microbatch, not {memory:g}")
     p, m, most = stages, microbatches, chunks or 2
+    check_sizes(p, m, most, memory=memory)
     tried: dict[str, float] = {}
     best: tuple[float, float, TickTable] | None = None
     seen: set[tuple] = set()
@@ -84,7 +75,7 @@ def search_ticks(
     ticks = _as_table(best[2], costs, idle, memory)
     if effort > 0 and best[0] > bound * (1 + 1e-9):
         ticks = _improved(ticks, costs, idle, memory, int(effort * WORK / len(ticks.at)), random.Random(seed))
-    return FoundTicks(ticks, ticks.cost(*costs, idle=idle), bound, tried)
+    return FoundTicks(ticks.cost(*costs, idle=idle), bound, tried, ticks)
 
 
 def _family(p: int, m: int, most: int) -> Iterator[tuple[str, Table]]:

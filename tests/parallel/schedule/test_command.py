@@ -77,6 +77,24 @@ def test_costs_and_delay():
         ({"name": "zb-v", "chunks": 3}, "has 2 chunks a rank, not 3"),
         ({"draw": "a.gif"}, r"\.svg, \.png, \.html"),
         ({"name": "auto", "objective": "speed"}, "auto minimises one of"),
+        ({"name": "auto", "group": 4}, "leave group at 0"),
+        ({"objective": "skip"}, "is for --name=auto"),
+        ({"comm": math.nan}, "comm is a time of at least 0"),
+        ({"comm": math.inf}, "comm is a time of at least 0"),
+        ({"costs": "1,nan,1"}, "three times F,B,W"),
+        ({"costs": "1e300,1,1"}, "three times F,B,W"),
+        ({"memory": math.nan}, "memory is in microbatches"),
+        ({"memory": 0.5, "compare": True}, "memory is in microbatches"),
+        ({"memory": 2}, "holds 2.5 microbatches, more than 2"),
+        ({"stages": 0, "compare": True}, "stages and microbatches are at least 1"),
+        ({"chunks": -1, "compare": True}, "chunks and group at least 0"),
+        ({"stages": 10**5, "microbatches": 10**6}, "at most 1,000,000 forwards"),
+        ({"chunks": 10**9}, "at most 1,000,000 forwards"),
+        ({"name": "ZB-V"}, "did you mean 'zb-v'"),
+        ({"compare": True, "draw": "a.svg", "csv": "a.csv"}, "--compare does not look at --draw, --csv"),
+        ({"compare": True, "group": 4}, "--compare does not look at --group"),
+        ({"list": True, "stages": 8}, "--list does not look at --stages"),
+        ({"name": "dualpipe", "csv": "a.csv"}, "cannot be written as CSV"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options, says):
@@ -84,17 +102,29 @@ def test_what_cannot_be_done_is_refused(options, says):
         schedule(**options)
 
 
+def test_actions_that_take_no_time(tmp_path):
+    document, text = schedule("zb-v", costs="0,0,1", width=60, ticks=True, draw=str(tmp_path / "a.png"))
+    assert 8 <= document["makespan"] < 10
+    assert "wrote" in text
+
+
+def test_a_long_call_says_what_it_does(capsys):
+    schedule("gpipe", 8, 1300, width=60)
+    assert "making gpipe" in capsys.readouterr().err
+
+
 def test_comparison_is_ranked_and_plain_about_ticks():
-    rows, text = schedule(compare=True, stages=8, microbatches=24)
+    rows, text = schedule(compare=True, stages=8, microbatches=24, width=10**6)
     names = {row["name"] for row in rows}
     assert {"gpipe", "1f1b", "zb-v", "dualpipe", "chimera", "hanayo", "interleaved", "adaptive-v"} <= names
     assert [row["makespan"] for row in rows] == sorted(row["makespan"] for row in rows)
     assert all(set(row) >= KEYS for row in rows)
     ticked = sorted((row for row in rows if row["rank_ticks"]), key=lambda row: row["rank_ticks"])
     assert [row["tick_makespan"] for row in ticked] == sorted(row["tick_makespan"] for row in ticked)
-    slower = text.split("idle slots computed, these are slower than interleaved (W deferred) (79):")[1].splitlines()[0]
+    slower = text.split("idle slots computed, interleaved (W deferred) takes 79; slower than that: ")[1].splitlines()[0]
     assert all(name in slower for name in ("zb-v", "dualpipe-v", "zb-h1", "1f1b", "gis"))
-    few, _ = schedule(compare=True, stages=8, microbatches=24, memory=5)
+    few, text = schedule(compare=True, stages=8, microbatches=24, memory=5, width=100)
+    assert all(len(line) <= 110 for line in text.splitlines())
     assert {row["name"] for row in few} <= {"v-half", "v-min", "adaptive-v"}
 
 

@@ -61,6 +61,10 @@ def test_a_file_as_a_schedule(tmp_path):
         ("0B0,0F0\n1F0,1B0\n", "comes before its F"),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n", "deadlock"),
         ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", "its own backward"),
+        ("0F0,0B0\n999999999F0,1B0\n", "stage 999999999 cannot be among 4 actions"),
+        ("0F0,0B0\n1F888888888,1B0\n", "microbatch 888888888 cannot be among 4 actions"),
+        ("0F" + "9" * 5000, "is no action"),
+        ("\x00\x01" * 500, "is no action"),
     ],
 )
 def test_a_wrong_file_is_refused(text, says):
@@ -71,6 +75,15 @@ def test_a_wrong_file_is_refused(text, says):
 def test_a_missing_file():
     with pytest.raises(UserError, match="cannot read the schedule"):
         make("no/such/file.csv", 2, 2)
+
+
+def test_a_byte_order_mark_and_a_binary_file(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + dumps(make("1f1b", 2, 4)).encode())
+    assert load(file).ranks == make("1f1b", 2, 4).ranks
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(UserError, match="no text but a binary file"):
+        load(file)
 
 
 def test_two_copies_cannot_be_written():

@@ -105,7 +105,7 @@ def test_candidates_fit():
 
 def test_too_little_memory_is_refused():
     for call in (search, search_ticks):
-        with pytest.raises(UserError, match="at least 1 microbatch"):
+        with pytest.raises(UserError, match="at least 1, or 0 for no limit"):
             call(4, 8, memory=0.5)
     with pytest.raises(UserError, match=r"too few; 8 stages need 4"):
         make("adaptive-v", 8, 24, memory=2)

@@ -19,7 +19,7 @@ def test_places_and_their_inverse(placement, chunks):
     seen = set()
     for s in range(stages * chunks):
         rank, chunk = place(placement, stages, chunks, s)
-        assert stage_of(placement, stages, chunks, rank, chunk) == s
+        assert stage_of(placement, stages, rank, chunk) == s
         seen.add((rank, chunk))
     assert len(seen) == stages * chunks
 
