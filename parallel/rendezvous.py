@@ -20,6 +20,7 @@ from typing import Any
 
 HEARTBEAT = 30.0  # seconds of silence after which a process counts as lost
 BEAT = 5.0
+LINGER = 2.0  # seconds that process 0 outlives the others: without its service, jax would abort them before they say why
 LINE = 1 << 16  # bytes of the longest greeting
 
 
@@ -43,6 +44,8 @@ class Meeting:
         """Say that this process ends, in good order (code 0) or failed; what happens to its connections then is no loss."""
         self.done.update(self.peers)
         self._tell(dict(event="done" if code == 0 else "failed", process=self.process, code=code))
+        if code and self.process == 0:
+            time.sleep(LINGER)
 
     def let_pass(self, point: str) -> None:
         """Process 0: the others may pass this point."""
@@ -115,6 +118,8 @@ class Meeting:
         text = f"error: {self.name(message['process'])} {why}. Process {self.process} ends, too; what was saved stays.\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
+        if self.process == 0:
+            time.sleep(LINGER)
         os._exit(message["code"] or 1)
 
 

@@ -56,7 +56,7 @@ def test_no_process_holds_the_whole_model(tmp_path):
     (one,), two = (results(tmp_path, "memory", count) for count in (1, 2))
     for process in two:
         assert process["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert max(process["init"], process["save"]) < one["whole"], (process, one)
+        assert process["init"] < one["whole"], (process, one)
         assert all(process[phase] < 0.75 * one[phase] for phase in ("init", "save", "restore", "step")), (process, one)
 
 

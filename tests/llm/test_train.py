@@ -245,6 +245,17 @@ def test_a_second_signal_ends_the_process_at_once():
     assert (result.returncode, result.stdout) == (128 + signal.SIGINT, "SIGTERM\n")
 
 
+def test_a_signal_that_comes_twice_at_once_is_one_request():
+    code = (
+        "import os, signal, time\nfrom llm.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.05)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.5)\n    print(stop.requested)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (result.returncode, result.stdout) == (0, "SIGINT\n")
+
+
 def test_handlers_are_restored():
     before = [signal.getsignal(number) for number in signals.SIGNALS]
     with signals.StopRequest() as stop:
