@@ -72,6 +72,7 @@ def dense(q, k, v, seen, scale, softcap=None, slopes=None, q_offset=0, kv_offset
     return o, lse
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "how", [{}, dict(scale=0.3), dict(softcap=0.8), dict(slopes=draw(5, H)), dict(softcap=2.0, slopes=draw(5, H))]
 )

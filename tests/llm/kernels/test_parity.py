@@ -170,7 +170,7 @@ CASES = dict(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.smoke), *list(CASES)[1:]])
 def test_the_rest_of_what_they_do_is_that_of_the_reference(case):
     sizes, how = CASES[case]
     check(BACKENDS, *sizes, **how)

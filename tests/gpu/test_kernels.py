@@ -1,0 +1,91 @@
+"""Attention and the loss compiled for GPUs: every cell of the table of back ends, memory, and no communication."""
+
+import functools
+
+import pytest
+
+from llm.kernels.backends import TABLE
+from parallel import deviceless
+
+pytestmark = pytest.mark.gpu_compile
+OWN = ["reference", "chunked", "pallas", "mosaic"]
+LIBRARIES = ["cudnn", "tokamax"]
+KERNELS = dict(
+    reference=[],
+    chunked=[],
+    pallas=["attention_dkv", "attention_dq", "attention_forward"],
+    mosaic=["attention_dkv", "attention_dq", "attention_forward_hopper"],
+)
+GIB = 2**30
+
+
+def call(target, function, **document):
+    return deviceless.call(target, f"gpu.kernel_programs:{function}", document)
+
+
+@functools.cache
+def cells(target: str, backends: tuple[str, ...], most: int = 0):
+    return call(target, "cells", backends=backends, most=most)
+
+
+def check(compiled):
+    for cell in compiled:
+        assert cell["kernels"] == KERNELS[cell["backend"]], cell
+
+
+@pytest.mark.smoke
+def test_the_kernels_compile_for_hopper():
+    check(cells("h100", ("pallas", "mosaic"), most=3)["compiled"])
+
+
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_forward_and_backward_of_every_claim_compile(target):
+    """Each back end has all that the table says, one feature at a time, every type and head size."""
+    compiled = cells(target, tuple(OWN))["compiled"]
+    check(compiled)
+    device = deviceless.TARGETS[target].device
+    for name in OWN:
+        mine = [cell for cell in compiled if cell["backend"] == name]
+        if not TABLE[name].devices or any(kind in device for kind in TABLE[name].devices):
+            assert {f for cell in mine for f in cell["features"]} == TABLE[name].features
+            assert len({cell["dtype"] for cell in mine} | {"float64"}) == len({*TABLE[name].dtypes, "float64"})
+        else:
+            assert not mine
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_libraries_that_are_there_compile(target, library):
+    """cuDNN's kernels for heads of 256 are left out: jax asks the GPU of this machine whether it is a Hopper."""
+    found = cells(target, (library,), most=0)
+    if found["missing"]:
+        names = ", ".join(" ".join(map(str, (c["dtype"], c["head_dim"], *c["features"]))) for c in found["missing"])
+        pytest.skip(f"{TABLE[library].module} is not in the environment; not compiled for {target}: {names}")
+    if not found["compiled"]:
+        pytest.skip(f"{library} claims nothing on {target}")
+    for cell in found["compiled"]:
+        assert library != "cudnn" or cell["kernels"] == ["fmhaSoftmax", "fmhaSoftmaxBackward"], cell
+
+
+@pytest.mark.parametrize("backend", ["pallas", "mosaic", "chunked"])
+def test_memory_of_attention_grows_with_the_length(backend):
+    """Up to 32k tokens, where a mask alone would be 1 GiB: O(T), and less than one array of all scores by far."""
+    sizes = {int(n): size for n, size in call("h100", "temporaries", backend=backend, lengths=[2048, 8192, 32768]).items()}
+    for short, long in ((2048, 8192), (8192, 32768)):
+        assert sizes[long] < 4.5 * sizes[short], sizes
+    assert sizes[32768] < 32768**2 / 2, sizes
+
+
+@pytest.mark.parametrize("separable", [True, False])
+def test_memory_of_the_loss_beside_the_gradients(separable):
+    """8k tokens of 4096 numbers and 131k words, in one pass or two: all logits would be 4 GiB in fp32."""
+    found = call("h100", "loss", tokens=8192, vocab=131072, width=4096, separable=separable)
+    assert found["alias"] >= 131072 * 4096 * 4, "the gradient is not added in place"
+    assert found["temporary"] <= 0.8 * GIB, found["temporary"] / GIB
+
+
+@pytest.mark.parametrize("backend", ["pallas", "mosaic"])
+def test_heads_are_split_over_the_tensor_axis_without_communication(backend):
+    found = call("h100", "by_heads", backend=backend)
+    assert found["collectives"] == []
+    assert found["kernels"] == KERNELS[backend]
