@@ -7,7 +7,7 @@ from typing import Any
 
 from llm.data import sources, store
 from llm.data.corpus import is_store, open_store
-from llm.data.tokenization import build_once, fingerprints, lock_of, tokenise
+from llm.data.tokenization import build_once, fingerprints, hash_of, lock_of, tokenise
 from llm.data.tokenizer import Tokenizer
 from parallel.errors import UserError
 
@@ -44,7 +44,7 @@ def tokenize(
         work.mkdir(parents=True, exist_ok=True)
         stamps = work / "sources.json"
         facts = fingerprints(files, stamps)
-        wanted = (facts, model.hash, format)
+        wanted = (hash_of(facts), model.hash, format)
 
         def is_done() -> bool:
             if not is_store(output):

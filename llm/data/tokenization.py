@@ -76,6 +76,11 @@ def fingerprints(files: list[sources.Source], stamps: Path) -> list[Facts]:
     return list(facts)
 
 
+def hash_of(facts: list[Facts]) -> str:
+    """A hash of the fingerprints of all sources."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 @contextlib.contextmanager
 def locked(work: Path) -> Iterator[None]:
     """One process at a time works in the folder `work`; the lock lies beside it."""
@@ -335,7 +340,7 @@ def _join(work: Path, jobs: list[Job], facts: list[Facts], tokenizer: Tokenizer)
         "files": files,
         "tokenizer": tokenizer.hash,
         "size": tokenizer.size,
-        "sources": facts,
+        "sources": hash_of(facts),
     }
     with open(folder / "index.json", "w", encoding="utf-8") as file:
         json.dump(index, file)
