@@ -87,13 +87,14 @@ class Program:
 
     @property
     def unroll(self) -> bool:
-        """Whether the layers of a chunk stand one after another in the program. Only so can XLA run a transfer behind them; a
-        loop compiles faster, and on a CPU nothing would overlap."""
+        """Whether the layers of a chunk stand one after another in the program. Only so does XLA run sums over `tensor` behind
+        other products of the slot; a loop compiles faster, and on a CPU nothing would overlap."""
         asked = self.config.pipeline.unroll
         few = self.devices[0].platform != "cpu" and self.layout.slots <= UNROLLED
         return few if asked == "auto" else asked == "yes"
 
-    def _model(self, **changes) -> Transformer:
+    def model(self, **changes) -> Transformer:
+        """The model as the executor takes it; changes: of fields of its configuration."""
         c = self.config
         model = dataclasses.replace(c.model, **changes)
         kernel = dict(backend=c.train.attention, strict=c.train.attention_strict)
@@ -101,7 +102,7 @@ class Program:
 
     @functools.cached_property
     def specs(self) -> Tree:
-        return self._model().specs()
+        return self.model().specs()
 
     @functools.cached_property
     def plan(self) -> pipeline.Plan:
@@ -159,7 +160,7 @@ class Program:
     def _init(self) -> Tree:
         """Keys are folded with the part and the global layer, so that every layout starts from the same bits; each rank of
         the pipe makes its own layers only."""
-        model, key = self._model(), jax.random.key(self.config.train.seed)
+        model, key = self.model(), jax.random.key(self.config.train.seed)
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(("layers", "embed", "head"))}
 
         def own_layers(index_CPL):
@@ -221,7 +222,7 @@ class Program:
 
         return {name: one(a) for name, a in batch.items()}
 
-    def _side(self, batch: Tree, step: jax.Array | int) -> Tree:
+    def side(self, batch: Tree, step: jax.Array | int) -> Tree:
         """What the model reads: the batch and one dropout key a row, from (seed, step, row of the global batch)."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.train.seed), 2**31 - 1), step)
         row_key = jax.vmap(jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i))))
@@ -246,9 +247,9 @@ class Program:
 
     def gradients(self, state: Tree, batch: Tree, table: Tree) -> tuple[Tree, Tree]:
         """(sums, gradients) of a batch, before the clip; to be called under jit."""
-        model = self._model()
+        model = self.model()
         run = pipeline.gradients(model, self.plan, model.objective.denominator)
-        sums, grads, _ = run(state["params"], {}, self._side(batch, state["step"]), table)
+        sums, grads, _ = run(state["params"], {}, self.side(batch, state["step"]), table)
         return dict(sums, tokens=model.objective.denominator(batch)), grads
 
     def apply(self, state: Tree, sums: Tree, grads: Tree, limit: jax.Array | float = math.inf) -> tuple[Tree, Tree]:
@@ -272,12 +273,13 @@ class Program:
         """The jitted (state, batch, table[, limit of the gradient norm]) -> (state, metrics); the state is donated."""
         return self.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, NamedSharding(self.mesh, P())))
 
-    def _put_table(self, plan: pipeline.Plan) -> Tree:
+    def put_table(self, plan: pipeline.Plan) -> Tree:
+        """The tick table of a plan on the devices, an argument of the steps that run it."""
         return {n: _place(a.shape, NamedSharding(self.mesh, pipeline.TABLE[n]), a.__getitem__) for n, a in plan.table.items()}
 
     @functools.cached_property
     def device_table(self) -> Tree:
-        return self._put_table(self.plan)
+        return self.put_table(self.plan)
 
     def train_step(self, state: Tree, batch: Tree, limit: float | None = None) -> tuple[Tree, Tree]:
         """(state, metrics) after one update; `state` must not be used again. batch: from `put`.
@@ -300,10 +302,10 @@ class Program:
 
     @functools.cached_property
     def _forward(self):
-        model, table = self._model(dropout=0.0), self._put_table(self.forward_plan)
+        model, table = self.model(dropout=0.0), self.put_table(self.forward_plan)
 
         def run(predict, params, batch, table):
-            out, _ = pipeline.outputs(model, self.forward_plan, predict)(params, {}, self._side(batch, 0), table)
+            out, _ = pipeline.outputs(model, self.forward_plan, predict)(params, {}, self.side(batch, 0), table)
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
 
         whole = NamedSharding(self.mesh, P())  # every process reads all rows

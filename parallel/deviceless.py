@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -207,12 +208,14 @@ def _variables(environment: Path, folder: Path, cpus: int) -> dict[str, str]:
     assembler.parent.mkdir()
     cuda = environment / CUDA
     (folder / "nvvm").symlink_to(cuda / "nvvm")
+    assembler.with_name("nvlink").symlink_to(cuda / "bin" / "nvlink")
     assembler.write_text(ASSEMBLER.replace("PTXAS", str(cuda / "bin" / "ptxas")).replace("REPORTS", REPORTS))
     assembler.chmod(0o755)
     flags = [f"--xla_gpu_cuda_data_dir={folder}", f"--xla_force_host_platform_device_count={cpus}", *_asked()]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    mine = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    return dict(os.environ) | mine | {REPORTS: str(folder)}
+    first = lambda path, name: os.pathsep.join([str(path), *filter(None, [os.environ.get(name)])])
+    found = {name: first(path, name) for name, path in dict(PATH=assembler.parent, PYTHONPATH=ROOT).items()}
+    mine = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TF_CPP_MIN_LOG_LEVEL": "2", REPORTS: str(folder)}
+    return dict(os.environ) | found | mine
 
 
 def _asked() -> list[str]:
@@ -227,6 +230,7 @@ def _child() -> None:
 
     def end_with_parent():
         sys.stdin.buffer.read()
+        shutil.rmtree(Path(answer).parent, ignore_errors=True)  # a parent that was killed could not
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -47,9 +47,9 @@ class Plan:
     """All static facts of a compiled step: what is laid out where, and how slots run.
 
     remat: names of the values that the backward keeps (None: all that autodiff keeps). seeds: cotangents of a layer's `sums`.
-    unroll: the layers of a chunk one after another in the program (a GPU can then overlap them with permutes) or as a loop.
-    apart: (forward only) the layers of params and the state are tuples, with arrays of their own for each layer slot: on a CPU a
-    slice of an array that holds all layers is a copy.
+    unroll: the layers of a chunk one after another in the program (a GPU then overlaps them with sums over `tensor`) or a loop.
+    apart: (forward only, one stage with one microbatch, so that nothing is idle) the layers of params and the state are tuples
+    over layers, the state without leading dimensions: on a CPU a slice of an array that holds all layers is a copy.
     poison: unwritten buffers and skipped slots hold NaN instead of zeros, for the test that nothing reads them.
     stamp: called on the host as stamp(rank, tick, _) when a rank has computed a tick; None: no time stamps."""
 
@@ -77,7 +77,7 @@ class Plan:
     def param_specs(self) -> Tree:
         """How parameters and optimiser state are sharded in memory (ZeRO: also over `data`)."""
         return jax.tree.map(
-            lambda s: with_axis(partition(s, self.layout, self.mesh.shape), self.zero_dim(s), "data"), self.specs
+            lambda s: with_axis(partition(s, self.mesh.shape), self.zero_dim(s), "data"), self.specs
         )
 
     def zero_dim(self, spec: ParamSpec) -> int | None:
@@ -97,6 +97,7 @@ def make_plan(mesh: Mesh, layout: Layout, specs: Tree, ticks: TickTable, **optio
 TABLE = dict(ranks=P(None, "pipe"), joint=P())  # leaves of table
 SIDE = P(None, BATCH_AXES)  # leaves of side: [microbatches, rows, ...]
 STATE = P(None, "pipe")  # leaves of state: [chunks, pipe, (microbatches,) slots, ...]
+STATE_APART = P(BATCH_AXES)  # the same where layers are apart: [rows, ...]
 STATE_OF_ROWS = P(None, "pipe", None, None, BATCH_AXES)  # those that hold something of every row: [..., slots, rows, ...]
 
 
@@ -123,7 +124,7 @@ def outputs(model: Model, plan: Plan, predict: Callable[[Tree, Tree, Tree], Tree
     """step(params, state, side, table) -> (predict's outputs, state): the same executor on a forward-only table.
 
     predict(shared, carry, side) runs in the vocabulary slot, on all ranks together; its leaves [rows, ...] come back as
-    [M, rows, ...]. sharding: STATE or STATE_OF_ROWS."""
+    [M, rows, ...]. sharding: STATE, STATE_OF_ROWS or STATE_APART."""
 
     def run(params, state, side, index_CPL, table):
         executor = Executor(model, plan, _gathered(plan, params), side, index_CPL[:, 0], None, predict)
@@ -175,6 +176,6 @@ def _by_device(plan: Plan, run: Callable[[Tree], Tree]) -> Callable[[Tree], Tree
     before it may be gathered or scattered over `data`, and stays whole."""
     if plan.mesh.shape["tensor"] == 1:
         return run
-    own = lambda spec: automatic_part(partition(spec, plan.layout, plan.mesh.shape), MANUAL_AXES)
+    own = lambda spec: automatic_part(partition(spec, plan.mesh.shape), MANUAL_AXES)
     specs = jax.tree.map(own, plan.specs)
     return jax.shard_map(run, in_specs=(specs,), out_specs=specs, axis_names={"tensor"}, check_vma=False)

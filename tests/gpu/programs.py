@@ -1,6 +1,7 @@
 """What the tests compile for GPUs: functions (target, document) that run in the compile environment."""
 
 import os
+import re
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -54,12 +55,12 @@ def aborted(target, document):
 
 
 def sleeping(target, file):
-    Path(file).write_text(str(os.getpid()))
+    Path(file).write_text(f"{os.getpid()} {os.environ[deviceless.REPORTS]}")
     time.sleep(60)
 
 
 # ----------------------------------------------------------------------------------------------- memory of kernels
-def attention_temporaries(target, lengths):
+def attention_temporaries(target, lengths, head_dim=128):
     """Bytes that causal attention and its gradients need beside arguments and results, for each length."""
 
     def loss(q, k, v):
@@ -67,16 +68,17 @@ def attention_temporaries(target, lengths):
         return attention.attention(q, k, v, mask).astype(jnp.float32).sum()
 
     def one(length):
-        q, k = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (8, 2))
+        q, k = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (8, 2))
         return hlo.memory(on_one_gpu(target, jax.grad(loss, (0, 1, 2)), q, k, k)).temporaries
 
     return [one(length) for length in lengths]
 
 
-def spilling(target, length):
-    """The kernels that spill registers in causal attention."""
-    attention_temporaries(target, [length])
-    return deviceless.spills()
+def assembled(target, head_dim):
+    """The kernels of causal attention and its gradients that the assembler has seen, and those that spill registers."""
+    attention_temporaries(target, [512], head_dim)
+    reports = [file.read_text() for file in Path(os.environ[deviceless.REPORTS]).glob("*.ptxas")]
+    return dict(seen=re.findall(r"Compiling entry function '(\w+)'", "".join(reports)), spills=deviceless.spills())
 
 
 def cross_entropy_memory(target, shape):

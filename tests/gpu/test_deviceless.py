@@ -47,7 +47,9 @@ def test_the_child_ends_with_its_parent(tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: not Path(f"/proc/{file.read_text()}").exists())
+    child, folder = file.read_text().split()
+    assert Path(folder).is_dir() or not Path(f"/proc/{child}").exists()
+    wait_until(lambda: not Path(f"/proc/{child}").exists() and not Path(folder).exists())
 
 
 def wait_until(true, seconds=30):

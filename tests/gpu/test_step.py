@@ -78,16 +78,21 @@ def test_an_all_gather_planted_in_the_ticks_is_found(step):
     looped = lambda step: [r for r in step["facts"]["collectives"] if r["in_loop"] and r["axis"] == "data"]
     assert not looped(step)
     found = looped(compiled(CONFIG, planted=True))
-    assert sum(row["count"] for row in found) == step["slots"][0]
-    assert sum(row["bytes"] for row in found) >= step["slots"][0] * 8192 * 4096 * 2
+    ticks = sum(row["count"] for row in found)
+    assert step["slots"][0] - 2 <= ticks <= step["slots"][0]  # a phase of one tick is no loop
+    assert sum(row["bytes"] for row in found) >= ticks * 8192 * 4096 * 2
 
 
-def test_a_loop_over_layers_is_seen_to_cost_the_overlap():
-    """Two layers a chunk: one after another they hide both transfers, as a loop they hide none."""
+def test_what_a_loop_over_layers_costs():
+    """Two layers a chunk: both ways hide the transfers along the pipe; one after another they also hide sums over `tensor`,
+    those of B behind products of B."""
     two = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, layers=8))
     looped = dataclasses.replace(two, pipeline=dataclasses.replace(two.pipeline, unroll="no"))
-    least = lambda step: min(len(between) for between in step["permutes"].values())
-    assert least(compiled(two)) >= 14 and least(compiled(looped)) == 0
+    one_by_one, loop = compiled(two), compiled(looped)
+    for step in (one_by_one, loop):
+        assert min(len(between) for between in step["permutes"].values()) >= 7
+    hidden = lambda step: sum(row["count"] for row in rows(step, "all-reduce", "tensor") if row["overlapped"])
+    assert hidden(one_by_one) > 0 == hidden(loop)
 
 
 def test_the_hash_is_that_of_the_traced_step(step):

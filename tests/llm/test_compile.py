@@ -8,7 +8,7 @@ import reference
 from llm import overrides
 from llm.compile import compile_step, share
 from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, PipelineConfig
-from llm.step import build
+from llm.step import build, make_table
 from parallel import deviceless
 from parallel.errors import UserError
 
@@ -37,6 +37,15 @@ def test_what_cannot_be_is_refused_before_compiling(cluster, gpus, changes, sent
     monkeypatch.setattr(deviceless, "call", None)
     with pytest.raises(UserError, match=sentence):
         compile_step(overrides.apply(SMALL, changes.items()), cluster, gpus)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name, gpus", [("llama3_8b", 64), ("llama3_70b", 256), ("llama31_405b", 4096)])
+def test_presets_are_made_for_their_gpus(name, gpus):
+    config = overrides.load(f"experiments/configs/{name}.py").validate(gpus)
+    assert config.batch.length == 8192 and config.batch.rows * config.batch.length >= 1e6
+    table = make_table(config, "compute")
+    assert -(-config.model.layers // (table.stages * table.chunks)) <= 2  # layers a chunk, which stand one after another
 
 
 def test_the_planner_chooses_the_layout_when_asked(monkeypatch):
