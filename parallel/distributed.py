@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import CheckError, UserError
 from parallel.rendezvous import HEARTBEAT, Meeting, meet
 
 FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux gives to outgoing connections
@@ -75,7 +75,7 @@ def find(coordinator: str = "", processes: int = 0, process: int = -1, environ: 
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"{name}={text}: expected a number of processes counted from 0")
+        raise UserError(f"{name}={text}: expected a number that is not negative")
     return int(text)
 
 
@@ -156,7 +156,7 @@ def meet_others(job: Job, limit: float, own: dict[str, Any]) -> None:
     import jax
 
     base = dict(host=socket.gethostname(), machine=_machine(), jax=jax.__version__)
-    _meeting = meet(job.address, job.processes, job.process, base | own, limit, local=job.local[1] == job.processes)
+    _meeting = meet(job.address, job.processes, job.process, base | own, limit)
     if job.process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         if _stdout:
@@ -218,7 +218,7 @@ def guard() -> Iterator[None]:
     """Around all work after `join`: what fails because another process is gone gives way to the sentence that says so."""
     try:
         yield
-    except UserError:
+    except (UserError, CheckError):
         raise
     except Exception:
         if _meeting:

@@ -21,6 +21,7 @@ from typing import Any
 HEARTBEAT = 30.0  # seconds of silence after which a process counts as lost
 BEAT = 5.0
 LINGER = 2.0  # seconds that process 0 outlives the others: without its service, jax would abort them before they say why
+LOCAL = ("127.0.0.1", "localhost")  # under these names no other machine can come
 LINE = 1 << 16  # bytes of the longest greeting
 
 
@@ -123,23 +124,23 @@ class Meeting:
         os._exit(message["code"] or 1)
 
 
-def meet(address: str, processes: int, process: int, facts: dict[str, Any], limit: float, local: bool) -> Meeting:
+def meet(address: str, processes: int, process: int, facts: dict[str, Any], limit: float) -> Meeting:
     """Meet the others within `limit` seconds. facts: what the others should know of this process, plain JSON with its host.
 
-    local: all processes are on this machine. Raises ConnectionError, in one sentence, when they do not come together."""
+    Raises ConnectionError, in one sentence, when they do not come together."""
     host, _, port = address.rpartition(":")
     greeting = dict(facts, process=process, processes=processes)
     if process:
         return _arrive(host.strip("[]"), int(port), greeting, limit)
-    return _wait(host, int(port), greeting, limit, local)
+    return _wait(host, int(port), greeting, limit)
 
 
-def _wait(host: str, port: int, greeting: dict[str, Any], limit: float, local: bool) -> Meeting:
+def _wait(host: str, port: int, greeting: dict[str, Any], limit: float) -> Meeting:
     """Process 0: wait for all others."""
     processes, deadline = greeting["processes"], time.monotonic() + limit
     arrived: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
     try:
-        server = _server("127.0.0.1" if local else "", port, processes)
+        server = _server("127.0.0.1" if host in LOCAL else "", port, processes)
     except OSError as error:
         why = "another program uses it" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConnectionError(f"process 0 cannot wait for the others at port {port}: {why}; choose another port") from error
@@ -160,7 +161,7 @@ def _wait(host: str, port: int, greeting: dict[str, Any], limit: float, local: b
                 continue
             connection.settimeout(min(left, 5.0))
             guest, _ = _first_line(connection, LINE)
-            if not {"process", "processes", "host"} <= guest.keys():  # a stranger
+            if type(guest.get("process")) is not int or not {"processes", "host"} <= guest.keys():  # a stranger
                 connection.close()
                 continue
             problem = _problem(guest, processes, arrived)

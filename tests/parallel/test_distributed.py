@@ -125,7 +125,7 @@ def port() -> int:
 
 
 def meet(number, process, processes=2, limit=20.0):
-    return rendezvous.meet(f"127.0.0.1:{number}", processes, process, dict(host=f"h{process}"), limit, local=True)
+    return rendezvous.meet(f"127.0.0.1:{number}", processes, process, dict(host=f"h{process}"), limit)
 
 
 @pytest.mark.smoke
@@ -153,6 +153,9 @@ def test_processes_that_do_not_fit_together_are_refused(process, processes, word
         with socket.create_connection(("127.0.0.1", number)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")  # is let go and changes nothing
             stranger.recv(1)
+        with socket.create_connection(("127.0.0.1", number)) as stranger:
+            stranger.sendall(b'{"process": "one", "processes": 2, "host": ""}\n')
+            stranger.recv(1)
         with socket.create_connection(("127.0.0.1", number)) as connection:
             connection.sendall(json.dumps(dict(process=process, processes=processes, host="h1")).encode() + b"\n")
             answers.append(json.loads(connection.makefile().readline()))
@@ -171,7 +174,7 @@ import sys, time
 from parallel import rendezvous
 rendezvous.HEARTBEAT, rendezvous.BEAT = 1.5, 0.2
 address, process, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-meeting = rendezvous.meet(address, 3, process, dict(host=f"h{process}"), 30.0, True)
+meeting = rendezvous.meet(address, 3, process, dict(host=f"h{process}"), 30.0)
 print(meeting.address, [fact["host"] for fact in meeting.facts], flush=True)
 time.sleep(0.5)
 if how == "leave":
