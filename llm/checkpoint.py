@@ -174,6 +174,7 @@ class Checkpoints:
                 log.warning("%s is damaged: renamed to %s", path, aside.name)
                 path.rename(aside)
         self._damaged.clear()
+        distributed.barrier("set aside")
         options = ocp.CheckpointManagerOptions(preservation_policy=_Kept(self), cleanup_tmp_directories=True)
         return ocp.CheckpointManager(self.folder, options=options)
 
@@ -197,6 +198,7 @@ class Checkpoints:
             problem, damaged = str(error), True
         except (UserError, OSError) as error:
             problem, damaged = str(error), False
+        self._refused.pop(step, None)
         if problem is None:
             self._metas[step] = saved.meta
             return None

@@ -1,10 +1,12 @@
 """A run's folder: its lock, the configuration saved in it and what may change when the run goes on. Needs no jax."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +42,10 @@ def locked(workdir: str | Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"another process works in --workdir={workdir}: stop it, or use another folder") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            print(f"note: nothing keeps a second run out of {workdir}: its file system has no locks", file=sys.stderr)
         yield
 
 
