@@ -24,7 +24,7 @@ def results(folder: Path, task: str, count: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
-    """Checkpoints of 1, 2 and 4 processes, each read by 2 and by 4; a step in 2."""
+    """Checkpoints of 1, 2 and 4 processes in 12 layouts, each read by 2 and by 4 in another layout; a step in 2."""
     folder = tmp_path_factory.mktemp("matrix")
     worker.save(folder)
     jobs = [job(count, "matrix", str(folder), "8", program=WORKER) for count in (2, 4)]
