@@ -20,6 +20,7 @@ from llm.config import Config
 from llm.step import Program
 from parallel import pipeline, schedule
 from parallel.errors import UserError
+from parallel.sharding import make_layout
 
 SIZES = (1, 16, 64, 256)
 """Tokens of a compiled step: a prompt is read in pieces of these, the last one padded."""
@@ -51,54 +52,73 @@ class Decoder:
         per_shard = -(-rows // shards)
         self.microbatches = min(per_shard, table.stages)
         self.shape = (self.microbatches, shards * -(-per_shard // self.microbatches))  # microbatches and rows of each
-        ticks = schedule.pack(schedule.make_forward(table.placement, table.stages, self.microbatches, table.chunks))
+        # On one CPU device a text costs what reading its weights costs, so these are never copied: one chunk, and see Plan.
+        self.apart = program.devices[0].platform == "cpu" and table.stages == 1
+        placement, chunks = ("linear", 1) if self.apart else (table.placement, table.chunks)
+        self.layout = make_layout(program.layout.layers, placement, 1, 1) if self.apart else program.layout
+        ticks = schedule.pack(schedule.make_forward(placement, table.stages, self.microbatches, chunks))
         changes = dict(ticks=ticks, rows=pipeline.lower(ticks), zero=0, state_per_microbatch=True, stamp=None)
-        self.plan = dataclasses.replace(program.plan, **changes)
-        self.model = program._model(dropout=0.0)
+        changes |= dict(layout=self.layout, apart=self.apart)
+        layers = program.specs["layers"]
+        specs = dict(program.specs, layers=(layers,) * self.layout.slots if self.apart else layers)
+        self.plan = dataclasses.replace(program.plan, **changes, specs=specs)
+        self.model = program.model(dropout=0.0)
         self.limit = text_limit(program.config)
         self.places = self._rounded(places)
         self.params = self.cache = None
-        self._forget()
+        self.forget()
 
     def _rounded(self, places: int) -> int:
         return -(-places // PLACES) * PLACES
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Nothing of what was read is used again."""
         self.place, self.text, self.first_R = 0, [], np.full(self.rows, NOWHERE, np.int32)
 
     # ------------------------------------------------------------------------------------------- arrays on the mesh
     def load(self, params: Any) -> None:
         """Use these parameters of the program, in compute precision and whole over `data`."""
-        self._forget()
+        self.forget()
         types, shardings, cast = self._wanted
-        ready = jax.tree.map(lambda a, t, s: a.dtype == t and a.sharding == s, params, types, shardings)
-        self.params = params if all(jax.tree.leaves(ready)) else cast(params)
+        same = lambda: jax.tree.map(lambda a, t, s: a.dtype == t and a.sharding == s, params, types, shardings)
+        self.params = params if not self.apart and all(jax.tree.leaves(same())) else cast(params)
 
     @functools.cached_property
     def _wanted(self) -> tuple[Any, Any, Any]:
         """Types and shardings of the parameters, and the jitted function that gives parameters both."""
-        types = jax.tree.map(lambda s: np.dtype(np.float32 if s.kind == "vector" else self.plan.dtype), self.program.specs)
+        types = jax.tree.map(lambda s: np.dtype(np.float32 if s.kind == "vector" else self.plan.dtype), self.plan.specs)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.program.mesh, spec), self.plan.param_specs())
-        cast = lambda params: jax.tree.map(lambda a, t: a.astype(t), params, types)
+
+        def cast(params):
+            if self.apart:
+                where = [tuple(np.argwhere(self.program.layout.index_CPL == layer)[0]) for layer in range(self.layout.slots)]
+                one = lambda chunk, slot: jax.tree.map(lambda a: a[chunk, :, slot][None, :, None], params["layers"])
+                params = dict(params, layers=tuple(one(chunk, slot) for chunk, _, slot in where))
+            return jax.tree.map(lambda a, t: a.astype(t), params, types)
+
         return types, shardings, jax.jit(cast, out_shardings=shardings)
 
     def close(self) -> None:
         """Give the memory back; what was compiled stays."""
         self.params = self.cache = None
-        self._forget()
+        self.forget()
 
     def _empty_cache(self) -> Any:
-        chunks, pipe, slots = self.program.layout.index_CPL.shape
-        lead = (chunks, pipe, self.microbatches, slots)
+        chunks, pipe, slots = self.layout.index_CPL.shape
+        lead = () if self.apart else (chunks, pipe, self.microbatches, slots)
         one = self.model.cache(self.shape[1], self.places)
-        make = lambda: jax.tree.map(lambda s: jnp.zeros((*lead, *s.shape), s.dtype), one)
+        zeros = lambda: jax.tree.map(lambda s: jnp.zeros((*lead, *s.shape), s.dtype), one)
+        make = lambda: tuple(zeros() for _ in range(slots)) if self.apart else zeros()
         return jax.jit(make, out_shardings=self._cache_sharding)()
+
+    @functools.cached_property
+    def _state_spec(self) -> P:
+        return pipeline.STATE_APART if self.apart else pipeline.STATE_OF_ROWS
 
     @functools.cached_property
     def _cache_sharding(self) -> NamedSharding:
         heads, ways = self.model.config.kv_heads, self.program.mesh.shape["tensor"]
-        along = (None, "tensor") if heads % ways == 0 else ()
-        return NamedSharding(self.program.mesh, P(*pipeline.STATE_OF_ROWS, *along))
+        return NamedSharding(self.program.mesh, P(*self._state_spec, *(["tensor"] if heads % ways == 0 else [])))
 
     def reserve(self, places: int) -> None:
         """Make room for texts of so many tokens; what was read stays.
@@ -109,7 +129,7 @@ class Decoder:
         missing = self._rounded(max(places, min(2 * self.places, self.limit))) - self.places
         self.places += missing
         if self.cache is not None:
-            grow = lambda a: jnp.pad(a, [(0, missing if d == 5 else 0) for d in range(a.ndim)])
+            grow = lambda a: jnp.pad(a, [(0, missing if d == a.ndim - 2 else 0) for d in range(a.ndim)])
             self.cache = jax.jit(lambda c: jax.tree.map(grow, c), out_shardings=self._cache_sharding)(self.cache)
 
     # ------------------------------------------------------------------------------------------- reading
@@ -174,7 +194,7 @@ class Decoder:
 
     @functools.cached_property
     def _table(self) -> Any:
-        return self.program._put_table(self.plan)
+        return self.program.put_table(self.plan)
 
     @functools.cached_property
     def _jitted(self) -> dict[bool, Any]:
@@ -195,7 +215,7 @@ class Decoder:
                 last=jnp.broadcast_to(count - 1, first_MB.shape),
                 key=jnp.zeros((*first_MB.shape, 2), jnp.uint32),
             )
-            run = pipeline.outputs(self.model, self.plan, predict, pipeline.STATE_OF_ROWS)
+            run = pipeline.outputs(self.model, self.plan, predict, self._state_spec)
             return run(params, cache, side, table)
 
         shardings = (NamedSharding(self.program.mesh, pipeline.SIDE), self._cache_sharding)

@@ -63,8 +63,8 @@ def dispatch(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
     except CheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 4
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(": ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,6 +20,7 @@ from llm.score import Row, Scorer, encode, joined
 from llm.tasks import Score, Task, load_task, sample, summary
 from llm.workdir import CHECKPOINTS, write_atomically
 from parallel.axes import AXES
+from parallel.errors import CheckError
 
 SAMPLES = "evaluations"  # folder of a run
 COLUMNS = ("acc", "acc_norm", "acc_pmi", "perplexity", "bits_per_byte")
@@ -43,7 +44,8 @@ def evaluate(workdir: str | Path, step: int | None = None, config: Config | None
 
     step: which checkpoint; None or -1 for the newest. config: the run's own with another layout or other text, or None.
     Returns step, documents, tokens (scored), bytes (UTF-8 of the text), loss (nats per token), perplexity,
-    bits_per_byte, and the perplexities of a unigram and a bigram model on the same tokens. Raises UserError.
+    bits_per_byte, and the perplexities of a unigram and a bigram model on the same tokens. Raises UserError, and CheckError
+    when the loss is not finite.
     """
     run = open_run(workdir, step, config)
     counts = ngram.perplexities(run.corpus)
@@ -57,6 +59,8 @@ def evaluate(workdir: str | Path, step: int | None = None, config: Config | None
 def evaluate_run(run: Run) -> dict[str, Any]:
     """What `evaluate` says of the parameters of an open run: all but the other models' perplexities."""
     total, tokens = held_out_loss(run.program, run.params, run.corpus, run.config)
+    if not math.isfinite(total):
+        raise CheckError(f"the loss of step {run.step} is not finite: its parameters are damaged, or training had diverged")
     return {
         "step": run.step,
         "documents": run.corpus.held_out.documents,
@@ -113,7 +117,10 @@ def run_tasks(run: Run, scorer: Scorer, tasks: Sequence[Task], workdir: str | Pa
     for task in tasks:
         path = samples_path(workdir, run.step, task.name)
         journal = path.with_suffix(".journal")
-        samples = _score(run, scorer, task, journal, setting)
+        try:
+            samples = _score(run, scorer, task, journal, setting)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("what was scored is kept, and the same command goes on") from None
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in samples))
         journal.unlink()
         result["tasks"][task.name] = summary(task.kind, samples)

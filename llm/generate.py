@@ -11,7 +11,7 @@ import numpy as np
 from llm.config import Config
 from llm.data.tokenizer import Tokenizer
 from llm.sampling import Sampling, choose
-from parallel.errors import UserError
+from parallel.errors import CheckError, UserError
 
 TAIL = 8  # ids of a prompt that are decoded with what follows, as some tokenizers treat the first one in a text differently
 PARTIAL = "\ufffd"  # what bytes that are not a whole character decode to
@@ -66,7 +66,8 @@ def continue_ids(
     """Ids added to each prompt, up to one of stop_ids (left out), max_tokens or the longest text of the model.
 
     Only ids below `size` are drawn. decoder: with parameters loaded, and places for prompts and what is added.
-    accept(row, token) is told each id and returns whether the row goes on. A row depends on no other."""
+    accept(row, token) is told each id and returns whether the row goes on. A row depends on no other. Raises CheckError on
+    logits that are not finite."""
     texts, rngs = [list(ids) for ids in prompts], [sampling.generator(row) for row in range(len(prompts))]
     seen = [set(ids) for ids in prompts]
     lengths = [min(len(ids) + sampling.max_tokens, decoder.limit) for ids in prompts]
@@ -74,6 +75,8 @@ def continue_ids(
     logits_RV = decoder.start(texts)
     while True:
         tokens_R1 = np.zeros((len(texts), 1), np.int32)
+        if not np.isfinite(logits_RV[sorted(going)]).all():
+            raise CheckError("the model gives logits that are not finite: its parameters are damaged, or training had diverged")
         for row in sorted(going):
             token = choose(logits_RV[row, :size], sampling, rngs[row], seen[row])
             if token not in stop_ids:

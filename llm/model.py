@@ -149,7 +149,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm() if post else None
 
     def __call__(self, x_BSD, side, layer, tensor: int = 1, cache=None, **kernel):
-        """(x_BSD, cache). With a cache {key, value} [B, C, G, K], the S tokens also see what is in it before them.
+        """(x_BSD, cache). With a cache {key, value} [B, G, C, K], the S tokens also see what is in it before them.
         kernel: backend and strict of `attention`."""
         c, maybe = self.c, lambda norm, x: x if norm is None else norm(x)
         branch = lambda norm, x, salt: dropout(maybe(norm, x), c.dropout, side["key"], salt)
@@ -163,9 +163,9 @@ class Block(nnx.Module):
         mask = MaskSpec(True, window if any(c.windowed) else None, side["segments"], side["segments"])
         if cache:
             place = side["place"][0]  # the same in every row
-            write = lambda all_, new: split_heads(lax.dynamic_update_slice_in_dim(all_, new, place, 1), tensor)
+            write = lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new.swapaxes(1, 2), place, 2)
             cache = dict(key=write(cache["key"], k_BSGK), value=write(cache["value"], v_BSGK))
-            k_BSGK, v_BSGK = cache["key"], cache["value"]
+            k_BSGK, v_BSGK = (split_heads(cache[name].swapaxes(1, 2), tensor) for name in ("key", "value"))
             text_BC = jnp.arange(k_BSGK.shape[1]) >= side["first"][:, None]  # what lies behind the tokens is not causal
             mask = dataclasses.replace(mask, kv_segment_ids=jnp.where(text_BC, 0, -1), q_offset=place)
         scale, cap = (c.query_scalar or c.head_dim) ** -0.5, c.attention_softcap or None
@@ -243,7 +243,7 @@ class Transformer:
 
     def cache(self, rows: int, places: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The keys and values that one layer keeps of `rows` texts of at most so many tokens."""
-        shape = (rows, places, self.config.kv_heads, self.config.head_dim)
+        shape = (rows, self.config.kv_heads, places, self.config.head_dim)  # as attention multiplies it
         return {name: jax.ShapeDtypeStruct(shape, self.dtype) for name in ("key", "value")}
 
     @property
@@ -269,7 +269,8 @@ class Transformer:
             embed["positions"] = embed["positions"].at[side["positions"]].add(mine_BSD)
         return dict(grads, embed=embed)
 
-    def _hidden(self, norm, x_BSD):
+    def hidden(self, norm, x_BSD):
+        """What leaves the last layer, as the output head takes it."""
         return nnx.merge(self._norm, norm)(x_BSD)
 
     @functools.cached_property
@@ -281,7 +282,7 @@ class Transformer:
 
     def head(self, shared, x_BSD, side, scale, grads):
         """The objective of a microbatch times `scale`: (sums, gradient of x, grads with those of shared added)."""
-        h_BSD, pull = jax.vjp(self._hidden, shared["head"]["norm"], x_BSD)
+        h_BSD, pull = jax.vjp(self.hidden, shared["head"]["norm"], x_BSD)
         objective = lambda logp_BS, lse_BS: scale * self.objective(logp_BS, lse_BS, side)
         part, c = "embed" if self.config.tied else "head", self.config
         how = dict(separable=self.objective.separable, into=grads[part]["tokens"])
@@ -296,21 +297,21 @@ class Transformer:
 
     def score(self, shared, x_BSD, side):
         """Forward only: negative log-likelihood and number of counted tokens of each row of a microbatch."""
-        c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
+        c, h_BSD = self.config, self.hidden(shared["head"]["norm"], x_BSD)
         logp_BS = cross_entropy.log_probabilities(h_BSD, self._output(shared), side["targets"], c.vocab, c.logit_softcap)
         return {"nll": -(side["weights"] * logp_BS).sum(-1), "tokens": side["weights"].sum(-1)}
 
     def likelihood(self, shared, x_BSD, side):
         """Forward only: of each row the log-probability of its counted targets together, and whether each is the most
         likely token."""
-        c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
+        c, h_BSD = self.config, self.hidden(shared["head"]["norm"], x_BSD)
         logp_BS, greedy_BS = cross_entropy.likelihood(h_BSD, self._output(shared), side["targets"], c.vocab, c.logit_softcap)
         weights_BS = side["weights"]
         return {"logprob": (weights_BS * logp_BS).sum(-1), "greedy": (greedy_BS | (weights_BS == 0)).all(-1)}
 
     def logits(self, shared, x_BSD, side):
         """Forward only: the logits [B, S, V], on every rank of the pipe."""
-        c, h_BSD = self.config, self._hidden(shared["head"]["norm"], x_BSD)
+        c, h_BSD = self.config, self.hidden(shared["head"]["norm"], x_BSD)
         logits_BSV = cross_entropy.local_logits(h_BSD, self._output(shared), c.vocab, c.logit_softcap)
         return vocabulary.gather(logits_BSV)[..., : c.vocab]
 

@@ -50,6 +50,9 @@ def open_run(workdir: str | Path, step: int | None = None, config: Config | None
         program = build(config, devices)
         read = lambda step: restore_params(checkpoints, step, program)
         step, params = (wanted, read(wanted)) if step not in (None, -1) else checkpoints.newest(read)
+        trained_on = checkpoints.meta(step).get("corpus")
+        if corpus and config.data == saved.data and trained_on not in (None, corpus.identity):
+            print(f"note: the text that data.paths names has changed since step {step} was saved: these are other documents")
     finally:
         checkpoints.close()
     return Run(config, step, program, params, tokenizer, corpus)

@@ -99,7 +99,9 @@ def _begin(checkpoints: Checkpoints, program: Any, step: int | None, source: Sou
         return checkpoints.restore(step, program.abstract_state(), program.stored())
     if step is None and source is None:
         return program.init()
-    return program.init() | {"params": source.params(program) if source else restore_params(checkpoints, 0, program)}
+    state = program.init()
+    del state["params"]  # they are gone before the others are read
+    return state | {"params": source.params(program) if source else restore_params(checkpoints, 0, program)}
 
 
 def _open_corpus(config: Config, workdir: Path, meta: dict[str, Any], source: Source | None) -> Corpus:
@@ -227,13 +229,15 @@ class Loop:
         self.log.write("data")
         batch = self._batch() if self.step < steps else None
         self.log.write("compile")
-        while (self.step < steps or self.skips.too_many) and not self._stopping():
-            if self.skips.too_many:
+        while self.step < steps or self.skips.too_many:
+            if self.skips.too_many:  # before a stop, which would save a step that is taken back
                 state = batch = None  # their memory is needed
                 self.log.write("rollback")
                 state = self._roll_back()
                 self.log.write("data")
                 batch = self._batch()
+            if self._stopping():
+                break
             self.checkpoints.check()
             self._trace()
             with self.watchdog.watch("step"):

@@ -78,7 +78,7 @@ class Executor:
 
     def _slot(self, busy, run, idle, into):
         """run(into) or, in a skipped slot, idle(into): as `into` is written in place, what it holds is kept."""
-        return lax.cond(busy > 0, run, idle, into) if self.skip else run(into)
+        return lax.cond(busy > 0, run, idle, into) if self.skip and not self.plan.apart else run(into)
 
     def _layer(self, index, run, *hand_on):
         """A layer slot; an empty one gives `hand_on` for the first of run's outputs and zeros for the rest."""
@@ -104,7 +104,7 @@ class Executor:
             return tree
 
         def one(spec, g):
-            auto = automatic_part(partition(spec, self.plan.layout, self.plan.mesh.shape), MANUAL_AXES)
+            auto = automatic_part(partition(spec, self.plan.mesh.shape), MANUAL_AXES)
             return lax.with_sharding_constraint(g, P(auto[0], *auto[2:]) if spec.stacked else auto)  # without `pipe`
 
         return jax.tree.map(one, self.plan.specs, tree)
@@ -126,10 +126,18 @@ class Executor:
         side, slots = self._side(k["F_m"]), {name: k[f"F_{name}"] for name in stash}
         where = (k["F_c"], 0, k["F_m"]) if self.plan.state_per_microbatch else (k["F_c"], 0)  # the 0 is this rank of the pipe
 
-        def run_slot(x, stash, layers, states, i, at):
-            """Layer slot i, which lies at place `at` of these arrays."""
-            w, index = _at(layers, k["F_c"], at), _at(self.index_CL, k["F_c"], i)
-            state = _at(states, *where, at)
+        if self.plan.apart:
+            every = []
+            for layer, index, state in zip(_at(self.layers, 0, 0), self.index_CL[0], states):
+                x, *rest = self.model.layer(layer, (index, side), state, x)
+                every.append(rest)
+            states, sums = zip(*every)
+            return x, stash, states, jax.tree.map(lambda *s: sum(s), *sums)
+
+        def body(carry, i):
+            x, stash, states = carry
+            w, index = _at((self.layers, self.index_CL), k["F_c"], i)
+            state = _at(states, *where, i)
             if self.train:
                 run = lambda: self.cut.forward(w, (index, side), state, x)
             else:
@@ -138,20 +146,7 @@ class Executor:
             made = dict(a=a, aw=aw)
             stash = {name: _put(all_, made[name], slots[name], i) for name, all_ in stash.items()}
             new = new if self.skip else _choose(k["F_busy"] > 0, new, state)
-            return y, stash, _put(states, new, *where, at), sums
-
-        if self.plan.apart:
-            every = []
-            for i, layers in enumerate(self.layers):
-                x, stash, new, sums = run_slot(x, stash, layers, states[i], i, 0)
-                every.append((new, sums))
-            states, sums = zip(*every)
-            return x, stash, states, jax.tree.map(lambda *s: sum(s), *sums)
-
-        def body(carry, i):
-            x, stash, states = carry
-            *carry, sums = run_slot(x, stash, self.layers, states, i, i)
-            return tuple(carry), sums
+            return (y, stash, _put(states, new, *where, i)), sums
 
         (y, stash, states), sums = self._loop(body, (x, stash, states), jnp.arange(self.plan.layout.slots))
         return y, stash, states, jax.tree.map(lambda s: s.sum(0), sums)

@@ -49,7 +49,7 @@ def forward(model: Transformer, params: dict, side: dict) -> jax.Array:
     x = dropout(x, c.dropout, side["key"], EMBED_SALT)
     one = lambda x, xs: (model.layer(xs[0], (xs[1], side), {}, x)[0], None)
     x, _ = jax.lax.scan(one, x, (params["layers"], jnp.arange(c.layers)))
-    x = model._hidden(params["head"]["norm"], x)
+    x = model.hidden(params["head"]["norm"], x)
     logits = jnp.einsum("rsd,vd->rsv", x, params["embed" if c.tied else "head"]["tokens"])
     return c.logit_softcap * jnp.tanh(logits / c.logit_softcap) if c.logit_softcap else logits
 

@@ -45,7 +45,7 @@ def pipeline(stages: int) -> Program:
 
 def plain_accumulation(program: Program):
     """(state, batch) -> state with gradients accumulated by a scan over microbatches: what one writes without a pipeline."""
-    model = program._model()
+    model = program.model()
     keep = jax.checkpoint_policies.save_only_these_names(*REMAT["selective"])
     layer = jax.checkpoint(model.layer, policy=keep)
 
@@ -57,13 +57,13 @@ def plain_accumulation(program: Program):
 
         layers = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), params["layers"])
         x, _ = jax.lax.scan(body, x, (layers, jnp.arange(model.config.layers)))
-        h = model._hidden(params["head"]["norm"], x)
+        h = model.hidden(params["head"]["norm"], x)
         logits = jnp.einsum("bsd,vd->bsv", h, params["embed"]["tokens"])
         logp = jnp.take_along_axis(logits, side["targets"][..., None], -1)[..., 0] - jax.nn.logsumexp(logits, -1)
         return -(side["weights"] * logp).sum() * scale
 
     def step(state, batch):
-        params, side = state["params"], program._side(batch, state["step"])
+        params, side = state["params"], program.side(batch, state["step"])
         scale = 1 / side["weights"].sum()
 
         def one(carry, side):

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from experiments import evaluate_checkpoints
+from llm.checkpoint import Checkpoints
 from llm.commandline import dispatch
 from llm.evaluate import evaluate, evaluate_tasks
+from llm.run import open_run
 from llm.train import train
 from tests.llm.runs import small
 
@@ -24,7 +26,7 @@ def call(monkeypatch, capsys):
     return run
 
 
-def test_every_checkpoint_is_scored_as_the_command_does(call, tmp_path, capsys):
+def test_every_checkpoint_is_scored_as_the_command_does(call, tmp_path, capsys, monkeypatch):
     workdir, file = tmp_path / "run", tmp_path / "mine.jsonl"
     file.write_text('{"context": "The state of the", "continuation": " union"}\n{"context": "We", "continuation": " must"}\n')
     name = f"file:{file}"
@@ -37,6 +39,10 @@ def test_every_checkpoint_is_scored_as_the_command_does(call, tmp_path, capsys):
     got = lines[1]["scores"]["held out"]
     assert {key: got[key] for key in got} == pytest.approx({key: want[key] for key in got}, rel=1e-5)
     assert lines[2]["scores"][name] == pytest.approx(evaluate_tasks(workdir, [name])["tasks"][name], rel=1e-5)
+    assert "has changed" not in capsys.readouterr().out
+    monkeypatch.setattr(Checkpoints, "meta", lambda self, step: {"corpus": "of other documents"})
+    open_run(workdir)
+    assert "the text that data.paths names has changed since step 3 was saved" in capsys.readouterr().out
     assert json.loads((workdir / "evaluations/checkpoints.json").read_text()) == lines
     assert (workdir / "evaluations/checkpoints.png").stat().st_size > 10_000
     table = evaluate_checkpoints.table(lines).splitlines()

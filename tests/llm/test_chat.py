@@ -117,7 +117,7 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(conversation):
     two = conversation.say("the end")
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert conversation.messages[2]["content"] == one["text"] and conversation.decoder.place > before
-    conversation.decoder._forget()  # the same from the beginning
+    conversation.decoder.forget()  # the same from the beginning
     asked = conversation.messages
     conversation.messages = asked[:3]
     assert conversation.say("the end") == two and conversation.messages == asked

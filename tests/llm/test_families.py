@@ -57,16 +57,16 @@ def test_pipelined_over_tensor_and_data_too(case):
         )
     )
     state = dict(reference.place(program, params), step=np.int32(0), skipped=np.int32(0))
-    model = program._model()
+    model = program.model()
 
     def run(state, batch, table, forward_table):
         sums, grads = program.gradients(state, batch, table)
-        side = program._side(batch, 0)
+        side = program.side(batch, 0)
         logits, _ = pipeline.outputs(model, program.forward_plan, model.logits)(state["params"], {}, side, forward_table)
         return sums["loss"], grads, logits
 
     with jax.set_mesh(program.mesh):
-        tables = (program.device_table, program._put_table(program.forward_plan))
+        tables = (program.device_table, program.put_table(program.forward_plan))
         loss, grads, logits = jax.jit(run)(state, program.put(rows(found["tokens"])), *tables)
     np.testing.assert_allclose(logits.reshape(found["logits"].shape), found["logits"], atol=1e-4)
     np.testing.assert_allclose(loss, found["loss"], rtol=1e-5)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from llm.huggingface import import_model
 from llm.model import Transformer
 from llm.sampling import Sampling, choose
 from llm.step import build
-from parallel.errors import UserError
+from parallel.errors import CheckError, UserError
 
 GREEDY = Sampling(temperature=0, max_tokens=64)
 LAYOUTS = dict(
@@ -53,7 +54,7 @@ def decoder_of(model: ModelConfig, params: dict, rows: int, dtype: str = "float3
 # ------------------------------------------------------------------------------------------- the cache
 @pytest.mark.parametrize("case", CASES)
 def test_decoding_equals_the_full_forward_and_transformers(case):
-    """Two texts of unequal length, beyond the window; then 64 greedy tokens after prompts of unequal length."""
+    """Two texts of unequal length, beyond the window, and one alone; then 64 greedy tokens after prompts of unequal length."""
     _, model, params = load(case)
     found = golden(case)
     decoder = decoder_of(model, params, 2, **LAYOUTS.get(case, {}))
@@ -61,6 +62,7 @@ def test_decoding_equals_the_full_forward_and_transformers(case):
     logits = decoder.start([tokens[0], tokens[1, :short]], every=True)
     np.testing.assert_allclose(logits[0], found["logits"][0], atol=1e-4)
     np.testing.assert_allclose(logits[1, -short:], found["logits"][1, :short], atol=1e-4)
+    np.testing.assert_allclose(decoder.start([tokens[1]], every=True)[0], found["logits"][1], atol=1e-4)  # alone
     prompts = [ids[ids >= 0].tolist() for ids in found["prompts"]]
     np.testing.assert_array_equal(continue_ids(decoder, prompts, GREEDY, model.vocab), found["greedy"])
 
@@ -113,7 +115,7 @@ def test_a_cache_grows_and_never_wraps(three):
     other = np.concatenate([tokens[:, :20], tokens[:, 40:42]], 1)  # begins like the text before: goes on from there
     again = decoder.start(other)
     assert decoder.place == 22 and decoder.text == other[0].tolist()
-    decoder._forget()
+    decoder.forget()
     np.testing.assert_array_equal(again, decoder.start(other))
     if model.positions == "learned":
         decoder.reserve(200)
@@ -279,6 +281,13 @@ def test_an_imported_model_continues_texts(imported, tokenizer):
     assert 0 < len(one["token_ids"]) <= 12 and not {7, 9} & {*one["token_ids"], *two["token_ids"]}
     with pytest.raises(UserError, match="2000 tokens and a text of this model at most 128"):
         generate(imported, ["~" * 2000], sampling)
+
+
+@pytest.mark.smoke
+def test_logits_that_are_not_finite_are_refused():
+    decoder = types.SimpleNamespace(limit=9, start=lambda texts: np.array([[1.0, np.nan]]))
+    with pytest.raises(CheckError, match="logits that are not finite"):
+        continue_ids(decoder, [[1]], GREEDY, 2)
 
 
 def test_stop_strings_end_a_text(imported, tokenizer):

@@ -221,9 +221,9 @@ def program_with_dropout():
 
 def masks(step: int, examples=(0, 1, 2, 3)) -> dict[tuple[int, int, int], np.ndarray]:
     """{(layer, place, row): mask} of the real layers: with zero weights a layer adds bias * mask / (1 - rate), twice."""
-    program, model = program_with_dropout(), program_with_dropout()._model()
+    program, model = program_with_dropout(), program_with_dropout().model()
     batch = reference.batch(4, 8, DROPPED.vocab) | dict(example=np.array(examples, np.int32))
-    key = program._side(program.put(batch), step)["key"].reshape(4, -1)
+    key = program.side(program.put(batch), step)["key"].reshape(4, -1)
     w = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), program.specs["layers"])
     w["out"]["bias"][:], w["down"]["bias"][:] = 1, 2
     side = {name: a for name, a in batch.items() if name != "example"} | dict(key=key)

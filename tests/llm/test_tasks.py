@@ -3,15 +3,16 @@
 import gzip
 import json
 import math
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from llm.checkpoint import Checkpoints
-from llm.commandline import dispatch
+from llm.commandline import Command, Flag, dispatch
 from llm.data.tokenizer import Tokenizer
-from llm.evaluate import evaluate_tasks, samples_path, tasks_table
+from llm.evaluate import evaluate_run, evaluate_tasks, samples_path, tasks_table
 from llm.metrics import read_jsonl
 from llm.run import TOKENIZER
 from llm.score import Scorer
@@ -19,7 +20,7 @@ from llm.step import build
 from llm.tasks import Score, load_task, sample, summary
 from llm.workdir import CHECKPOINTS, save_config
 from main import COMMANDS
-from parallel.errors import UserError
+from parallel.errors import CheckError, UserError
 from tests.llm.runs import small
 
 
@@ -229,7 +230,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
             yield scores
 
     monkeypatch.setattr(Scorer, "__call__", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="what was scored is kept, and the same command goes on"):
         evaluate_tasks(folder, [name])
     journal = samples_path(folder, 3, name).with_suffix(".journal")
     with open(journal, "a") as file:
@@ -239,6 +240,24 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     # of another setting nothing is taken over
     journal.write_text('{"step": 2}\n["key", -1.0, 1, true]\n')
     assert evaluate_tasks(folder, [name]) == want and batch == [7, 3, 7]
+
+
+@pytest.mark.smoke
+def test_an_interrupted_command_says_what_becomes_of_it(capsys):
+    def stopping(options):
+        raise KeyboardInterrupt("it goes on")
+
+    commands = {"stopping": Command("", stopping, (Flag("json", False, "", ""),))}
+    assert dispatch(commands, ["stopping"]) == 130
+    assert capsys.readouterr().err == "interrupted: it goes on\n"
+
+
+@pytest.mark.smoke
+def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
+    monkeypatch.setattr("llm.evaluate.held_out_loss", lambda *_: (math.nan, 5))
+    run = types.SimpleNamespace(step=7, program=None, params=None, corpus=None, config=None)
+    with pytest.raises(CheckError, match="the loss of step 7 is not finite"):
+        evaluate_run(run)
 
 
 @pytest.mark.smoke
