@@ -13,6 +13,7 @@ import numpy as np
 from llm.config import ModelConfig
 from llm.families import family_of
 from llm.families.family import Json
+from llm.gguf_tokenizer import tokenizer_json
 from llm.rotary import frequencies
 from parallel.errors import UserError
 
@@ -73,23 +74,6 @@ GPT2_KEYS = {
 }
 
 ROPE_FACTORS = "rope_freqs.weight"  # by what each pair's frequency is divided (Llama 3.1 and later)
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
-def _split(pattern: str) -> Json:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, _BYTES | {"use_regex": False}]}
-
-
-PRE_TOKENIZERS: dict[str, Json] = {
-    "gpt-2": _BYTES,
-    "default": _BYTES,
-    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
-    "llama-bpe": _split(_WORDS % r"\p{N}{1,3}"),
-    "qwen2": _split(_WORDS % r"\p{N}"),
-}
 
 
 @dataclass(frozen=True)
@@ -218,55 +202,17 @@ class GgufFile:
         return found | left
 
     def _files(self) -> dict[str, str]:
-        """config.json and, unless the tokenizer is not byte-level BPE, tokenizer.json and what stands beside it."""
+        """config.json and, where the file has a tokenizer, tokenizer.json and what stands beside it."""
         special = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         dump = lambda value: json.dumps(value, ensure_ascii=False, indent=1) + "\n"
         files = {"config.json": dump(self.config), "generation_config.json": dump(special)}
-        kind, pre = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre", "default")
-        if kind != "gpt2":
+        if self._get("tokenizer.ggml.model") is None:
             return files
-        if pre not in PRE_TOKENIZERS:
-            raise UserError(f"{self.path} has a tokenizer of kind {pre!r}: supported are {', '.join(PRE_TOKENIZERS)}")
-        tokens, types = self._get("tokenizer.ggml.tokens"), self._get("tokenizer.ggml.token_type")
-        ids = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-        plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
-        added = [
-            {"id": i, "content": token, "special": types[i] == CONTROL, **plain}
-            for token, i in ids.items()
-            if types[i] in (CONTROL, USER_DEFINED)
-        ]
-        bos = self.config["bos_token_id"] if self._get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") else None
-        tokenizer = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-            "pre_tokenizer": PRE_TOKENIZERS[pre],
-            "post_processor": None if bos is None else _with_first(tokens[bos], bos),
-            "decoder": _BYTES,
-            "model": {
-                "type": "BPE",
-                "vocab": ids,
-                "merges": [merge.split(" ", 1) for merge in self._get("tokenizer.ggml.merges")],
-                "ignore_merges": pre == "llama-bpe",
-            },
-        }
+        tokenizer = tokenizer_json(self._get, self.config["bos_token_id"], str(self.path))
+        tokens = self._get("tokenizer.ggml.tokens")
         about = {key.removesuffix("_id"): tokens[i] for key, i in special.items() if i is not None}
         about |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         about |= {"model_max_length": self._own("context_length")}
         if template := self._get("tokenizer.chat_template"):
             about["chat_template"] = template
         return files | {"tokenizer.json": dump(tokenizer), "tokenizer_config.json": dump(about)}
-
-
-def _with_first(token: str, i: int) -> Json:
-    """A post-processor that puts a special token in front of a text."""
-    special = {"SpecialToken": {"id": token, "type_id": 0}}
-    one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [special, one],
-        "pair": [special, one, {"SpecialToken": {"id": token, "type_id": 1}}, two],
-        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
-    }

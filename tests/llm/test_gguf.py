@@ -1,17 +1,20 @@
 """GGUF files that the package `gguf` wrote, with what llama.cpp's conversion changes, give the model they were made from."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from golden import FIXTURES, llama
 
 from llm import checkpoint
 from llm.data.tokenizer import Tokenizer
 from llm.families import family_of
-from llm.gguf import CONTROL, GPT2_KEYS, JOINED, KEYS, MODEL_TYPES, NAMES, ROPE_FACTORS
+from llm.gguf import GPT2_KEYS, JOINED, KEYS, MODEL_TYPES, NAMES, ROPE_FACTORS
+from llm.gguf_tokenizer import CONTROL, UNKNOWN, tokenizer_json
 from llm.huggingface import HuggingFaceFolder, export_model, import_model
 from llm.rotary import frequencies
 from llm.run import TOKENIZER
@@ -106,6 +109,39 @@ def test_the_tokenizer_is_rebuilt(tmp_path):
     about = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|endoftext|>" and about["chat_template"] == "{{ messages }}"
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == trained.end
+
+
+def by_scores(text: str, pieces: dict[str, float]) -> list[str]:
+    """SentencePiece's own way: join the neighbours whose joint piece has the best score, of equal ones the first."""
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        joint = [(pieces[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in pieces]
+        if not joint:
+            return parts
+        i = -max(joint)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+@pytest.mark.smoke
+def test_a_tokenizer_of_scores_is_rebuilt():
+    rng, letters = np.random.default_rng(0), "▁abcd"
+    pieces = {"".join(rng.choice(list(letters), n)): 0.0 for n in (2, 2, 2, 2, 3, 3, 3, 4, 4) for _ in range(6)}
+    pieces = {piece: -float(i) for i, piece in enumerate(pieces)} | dict.fromkeys(letters, -1e6)
+    special, bytes_ = ["<unk>", "<s>", "</s>"], [f"<0x{i:02X}>" for i in range(256)]
+    tokens = [*special, *bytes_, *pieces]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * len(pieces)]
+    about = dict(model="llama", tokens=tokens, token_type=kinds, scores=[0.0] * 259 + list(pieces.values()))
+    get = lambda key, otherwise=None: about.get(key.removeprefix("tokenizer.ggml."), otherwise)
+    built = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(get, 1, "x.gguf")))
+    for _ in range(50):
+        text = "".join(rng.choice(list(" abcd"), 12))
+        ids = built.encode(text).ids
+        assert ids[0] == 1 and [tokens[i] for i in ids[1:]] == by_scores(text, pieces)
+        assert built.decode(ids) == text
+    ids = built.encode("aé", add_special_tokens=False).ids
+    assert [tokens[i] for i in ids[-2:]] == ["<0xC3>", "<0xA9>"] and built.decode(ids) == "aé"
+    with pytest.raises(UserError, match="a tokenizer of kind 'bert': supported are gpt2"):
+        tokenizer_json(lambda key, otherwise=None: "bert", None, "x.gguf")
 
 
 def test_the_stretch_of_llama_3_is_found_in_its_factors(tmp_path):
