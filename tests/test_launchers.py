@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,6 +58,38 @@ def environment(monkeypatch):
     monkeypatch.setenv("CONVOY_PYTHON", sys.executable)
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     monkeypatch.setenv("XLA_FLAGS", " ".join(flags))
+
+
+FAKE = """#!/bin/bash
+case "$*" in *preflight*) exit 0 ;; *train*) exit "$CODE" ;; esac
+"""
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "mpirun.sh"])
+def test_scripts_go_on_after_failures_until_they_are_in_vain(tmp_path, monkeypatch, script):
+    """With launchers that only end, with the code that is asked for."""
+    for name, text in dict(srun=FAKE, mpirun=FAKE, sleep="#!/bin/bash", scontrol="#!/bin/bash").items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    flags = ["--", "--workdir", str(tmp_path)] if script == "mpirun.sh" else [f"--workdir={tmp_path}"]
+
+    def ends(code: int) -> tuple[int, str]:
+        command = ["bash", str(ROOT / "experiments/launch" / script), *flags]
+        environment = os.environ | {"CODE": str(code)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    again, starts = "going on from the newest checkpoint", 1 if script == "mpirun.sh" else 4
+    texts = [ends(1) for _ in range(starts)]
+    assert sum(text.count(again) for _, text in texts) == 3
+    assert texts[-1][0] == 1 and "4 times in a row without a new checkpoint: giving up" in texts[-1][1]
+    assert [ends(code)[0] for code in (0, 2, 4)] == [0, 2, 4]
+    assert ends(75)[0] == (75 if script == "mpirun.sh" else 0)
+    if script == "slurm.sh":  # a new checkpoint makes the failures before it forgotten
+        (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+        assert again in ends(1)[1] and ends(1)[0] == 0
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed (Debian: openmpi-bin)")

@@ -32,13 +32,27 @@ run() {
 }
 
 run preflight "$@" || exit
-for restart in $(seq 0 "${CONVOY_RESTARTS:-20}"); do
+newest() { # step of the newest checkpoint
+  local flag last= folder=
+  for flag; do
+    case $flag in --workdir=*) folder=${flag#*=} ;; *) [ "$last" = --workdir ] && folder=$flag ;; esac
+    last=$flag
+  done
+  ls "$folder/checkpoints" 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1
+}
+
+times=0 # failures in a row without a new checkpoint
+while true; do
+  before=$(newest "$@")
   run train "$@"
   code=$?
   case $code in 0 | 2 | 3 | 4 | 75) exit "$code" ;; esac
   [ -n "$stopped" ] && exit "$code"
-  echo "ended with $code, as when a machine fails: going on from the newest checkpoint (restart $((restart + 1)))" >&2
+  [ "$(newest "$@")" = "$before" ] && times=$((times + 1)) || times=1
+  if [ "$times" -gt "${CONVOY_RESTARTS:-3}" ]; then
+    echo "ended with $code, $times times in a row without a new checkpoint: giving up" >&2
+    exit "$code"
+  fi
+  echo "ended with $code, as when a machine fails: going on from the newest checkpoint" >&2
   sleep 5
 done
-echo "ended with $code, after $restart restarts: giving up" >&2
-exit "$code"

@@ -19,25 +19,42 @@
 # of a step and a save, and a minute more. --requeue, --open-mode: the job starts again under its number, and adds to its output.
 python="${CONVOY_PYTHON:-.venv/bin/python}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
-restarts="${SLURM_RESTART_COUNT:-0}"
+
+newest() { # step of the newest checkpoint
+  local flag last= folder=
+  for flag; do
+    case $flag in --workdir=*) folder=${flag#*=} ;; *) [ "$last" = --workdir ] && folder=$flag ;; esac
+    last=$flag
+  done
+  ls "$folder/checkpoints" 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1
+}
 
 # Processes end together by themselves, so that srun has to end none: --kill-on-bad-exit=0, and --wait for one that cannot.
-step=(srun --kill-on-bad-exit=0 --wait=120 "$python" main.py)
+# --cpu-bind=none: the one process of a node uses all its cores.
+run=(srun --cpu-bind=none --kill-on-bad-exit=0 --wait=120 "$python" main.py)
 
 code=0
-if [ "$restarts" = 0 ]; then
-  "${step[@]}" preflight "$@"
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+  "${run[@]}" preflight "$@"
   code=$?
 fi
 if [ "$code" = 0 ]; then
-  "${step[@]}" train "$@"
+  "${run[@]}" train "$@"
   code=$?
 fi
 case $code in
   0) echo "finished"; exit 0 ;;
   2 | 3 | 4) echo "ended with $code: see the message above; it would be the same the next time"; exit $code ;;
   75) echo "stopped by a signal and saved: going on" ;;
-  *) if [ "$restarts" -ge "${CONVOY_RESTARTS:-20}" ]; then echo "ended with $code, after $restarts restarts: giving up"; exit $code; fi
+  *) failures="convoy-$SLURM_JOB_ID.failures" # how often in a row without a new checkpoint, and the newest one
+     read -r times last 2>/dev/null <"$failures" || times=0
+     step=$(newest "$@")
+     [ "$step" = "$last" ] && times=$((times + 1)) || times=1
+     echo "$times $step" >"$failures"
+     if [ "$times" -gt "${CONVOY_RESTARTS:-3}" ]; then
+       echo "ended with $code, $times times in a row without a new checkpoint: giving up"
+       exit $code
+     fi
      echo "ended with $code, as when a machine fails: going on from the newest checkpoint" ;;
 esac
 scontrol requeue "$SLURM_JOB_ID" || exit $code
