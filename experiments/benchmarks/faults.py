@@ -160,12 +160,12 @@ def free_port() -> int:
 class Campaign:
     """Trials and what came of them."""
 
-    def __init__(self, scratch: Path, seed: int):
+    def __init__(self, scratch: Path, seed: int, several: bool):
         self.scratch, self.random = scratch, random.Random(seed)
         (scratch / "config.py").write_text(CONFIG)
         self.wanted, self.phases, self.faults = {}, Counter(), Counter()
         self.trials, self.survived, self.most_lost, self.number = 0, 0, 0, itertools.count()
-        for processes in (1, 2):  # fills the cache of compiled programs, too
+        for processes in (1, 2) if several else (1,):  # fills the cache of compiled programs, too
             job = Job(scratch, scratch / f"undisturbed{processes}", processes)
             began = time.monotonic()
             job.start()
@@ -327,7 +327,7 @@ def child(inside: str) -> None:
         rename = os.rename
 
         def last(source, target, **options):
-            commits = str(source).endswith(UNFINISHED)
+            commits = str(source).endswith(UNFINISHED) and Path(source).parent.name == CHECKPOINTS
             calls.extend([0] * commits)
             dies = commits and len(calls) == int(number)
             if dies and what == "before-rename":
@@ -347,14 +347,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", default="", help="only these: NAME,NAME; default: all in turn")
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     options = parser.parse_args()
+    plan = tuple(name for name in options.faults.split(",") if name) or PLAN
+    if unknown := set(plan) - set(PLAN):
+        parser.error(f"--faults={','.join(sorted(unknown))}: there are {', '.join(sorted(set(PLAN)))}")
     scratch = Path(tempfile.mkdtemp(prefix="faults"))
-    campaign = Campaign(scratch, options.seed)
+    campaign = Campaign(scratch, options.seed, "two processes" in plan)
     short = lambda: [phase for phase in ("save", "compile") if campaign.phases[phase] < FEWEST]
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(campaign.trial, (PLAN * (options.trials // len(PLAN) + 1))[: options.trials]))
-    while options.trials >= len(PLAN) and short():
+        list(pool.map(campaign.trial, (plan * (options.trials // len(plan) + 1))[: options.trials]))
+    while plan == PLAN and options.trials >= len(PLAN) and short():
         campaign.trial(f"kill {short()[0]}")
     if campaign.survived == campaign.trials:
         shutil.rmtree(scratch)
