@@ -17,6 +17,7 @@ from llm import overrides
 from llm.commandline import Command, Flag, Options, dispatch
 from llm.config import Config
 from llm.devices import request_devices
+from llm.fields import from_dict, to_dict
 from llm.sampling import Sampling
 from llm.workdir import CONFIG, MODEL, check_resume, identity, load_config
 from parallel import distributed
@@ -70,6 +71,7 @@ def _on_devices(config: Config, options: Options) -> Config:
         from llm.layout import auto_layout
 
         config, text = auto_layout(config, jax.devices(), options.changes)
+        config = from_dict(distributed.from_first(to_dict(config)), Config)
         if distributed.is_first():
             print(text, file=sys.stderr)
     return config
@@ -135,7 +137,8 @@ def generate(options: Options) -> tuple[Any, str, int]:
         begun.append(True)
 
     how = dict(step=options.step, config=config) | (dict(on_text=show) if shows else {})
-    results = generate(options.workdir, options.prompt, sampling, **how)
+    with distributed.guard():
+        results = generate(options.workdir, options.prompt, sampling, **how)
     if shows:
         print()
     return results, "" if shows else "\n\n".join(result["prompt"] + result["text"] for result in results), 0
@@ -187,7 +190,7 @@ def preflight(options: Options) -> tuple[Any, str, int]:
     config = request_devices(config, options.devices, job.processes if job else 1)
     from llm.preflight import preflight, table
 
-    document = preflight(config, options.workdir, job, options.join_timeout)
+    document = preflight(config, options.workdir, job, options.join_timeout, options.changes)
     return document, table(document), 0 if document["ok"] else FAILED
 
 
@@ -316,6 +319,7 @@ COMMANDS = {
             *SAMPLING,
             STEP,
             DEVICES,
+            *PROCESSES,
             JSON,
         ),
         LAYOUT,

@@ -23,16 +23,20 @@ from llm.plan_errors import predict_run
 from parallel.errors import UserError
 from parallel.frameworks import CONSTANTS, FILE, FRAMEWORKS, generation
 
-WIDTH = dict(matmul=0.30, passes=0.25, host_ms=0.5, tp_hidden=0.8, dp_hidden=1.0, pp_hidden=1.0, step_ms=0.6, noise=0.7)
+WIDTH = dict(
+    matmul=0.30, passes=0.25, host_ms=0.5, tp_hidden=0.8, dp_hidden=1.0, pp_hidden=1.0, step_ms=0.6, noise=0.7, crowding=0.25
+)
 """Standard deviations of the priors, in log or (for shares) in log odds."""
 NARROW = 0.12
 """Of the logarithm of `matmul` on one GPU and number format about that of the framework."""
 SHARES = ("tp_hidden", "dp_hidden", "pp_hidden")
+ZEROS = (*SHARES, "crowding")
+"""Constants that a framework may lack."""
 ERROR = 0.03
 """What one row's log time is off even with right constants."""
+OFFSETS = (0.0, 0.12, 0.24)
+"""Where the logarithm of `matmul` starts, over its prior."""
 ALWAYS = ("mlperf31-Eos_n64",)
-LIGHT = {"vtrain_single": 0.35}
-"""Weights of suites with very many rows."""
 
 
 def chosen_rows() -> list[tuple[published.Run, float]]:
@@ -43,17 +47,18 @@ def chosen_rows() -> list[tuple[published.Run, float]]:
             run = published.parse(row)
         except UserError:
             continue
-        if published.measured(row):
+        if published.measured(row) and published.is_dense(row):
             suites[row["suite"]].append((run, published.measured(row)))
     out = []
     for members in suites.values():
-        room = max(1, len(members) // 5)
+        split = sum(run.layout.tensor * run.layout.pipe > 1 for run, _ in members)
+        room = max(1, (split or len(members)) // 5)  # of the rows that are counted, where a suite has split models
         groups = defaultdict(list)
         for run, time in members:
             parallel = run.layout.tensor * run.layout.pipe > 1
             groups[generation(run.cluster.gpu.name), run.recipe, parallel].append((run, time))
         if any(key[2] for key in groups):  # a suite of split models is fitted on those
-            groups = {key: group for key, group in groups.items() if key[2] or group[0][0].suite == "vtrain_single"}
+            groups = {key: group for key, group in groups.items() if key[2]}
         for group in groups.values():
             group.sort(key=_order)
         picked = [pair for pair in members if pair[0].id in ALWAYS]
@@ -92,11 +97,10 @@ def fit(name: str, rows: list[tuple[published.Run, float]]) -> dict[str, dict[st
     """Constants of one framework: {key: {constant: value}}."""
     prior = FRAMEWORKS[name]
     keys = sorted({f"{name}/{generation(run.cluster.gpu.name)}/{run.recipe}" for run, _ in rows})
-    free = [(name, c) for c in CONSTANTS if c != "matmul" and not (c in SHARES and getattr(prior, c) in (0.0, 1.0))]
+    free = [(name, c) for c in CONSTANTS if c != "matmul" and not (c in ZEROS and getattr(prior, c) in (0.0, 1.0))]
     free += [(name, "matmul")] + [(key, "matmul") for key in keys]
     start = np.array([_inward(c, getattr(prior, c)) for _, c in free])
     width = np.array([WIDTH[c] for _, c in free])
-    weight = np.array([LIGHT.get(run.suite, 1.0) for run, _ in rows])
 
     def constants(x: np.ndarray) -> dict:
         table: dict[str, dict[str, float]] = defaultdict(dict)
@@ -113,9 +117,12 @@ def fit(name: str, rows: list[tuple[published.Run, float]]) -> dict[str, dict[st
         table = constants(x)
         error = np.array([math.log(predict_run(run, table).step_time_s / time) for run, time in rows]) / ERROR
         soft = np.sign(error) * np.sqrt(np.log1p(error**2))  # Cauchy: some measurements are of a cluster in trouble
-        return np.concatenate([weight * soft, from_prior(x)])
+        return np.concatenate([soft, from_prior(x)])
 
-    result = least_squares(residuals, start, diff_step=1e-3, max_nfev=25)
+    speeds = np.array([c == "matmul" for _, c in free])
+    tries = [start + offset * speeds for offset in ((0.0,) if len(rows) > 50 else OFFSETS)]  # tables jump with their costs
+    results = [least_squares(residuals, x, diff_step=1e-3, max_nfev=25) for x in tries]
+    result = min(results, key=lambda r: r.cost)
     errors = [predict_run(run, constants(result.x)).step_time_s / time - 1 for run, time in rows]
     print(f"{name}: {len(rows)} rows, {len(free)} constants, mean error {100 * np.mean(np.abs(errors)):.1f} %", file=sys.stderr)
     return {key: {c: float(f"{v:.4g}") for c, v in values.items()} for key, values in constants(result.x).items()}

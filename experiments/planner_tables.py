@@ -64,7 +64,7 @@ def transfer() -> str:
             run = published.parse(row)
         except UserError:
             continue
-        if published.measured(row) and run.layout.tensor * run.layout.pipe > 1:
+        if published.measured(row) and published.is_dense(row) and run.layout.tensor * run.layout.pipe > 1:
             everything[run.suite].append((run, published.measured(row)))
     lines, means = [f"{'suite':24} {'n':>4} {'MAPE':>6} {'bias':>6}"], []
     for suite, runs in everything.items():

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llm import costs, overrides
-from llm.config import BatchConfig, Config, MeshConfig
+from llm.config import Config
 from llm.fields import check_fields
+from llm.layout import NOTHING_FITS, fixed_fields, label, own_layout, possible, why
+from llm.mixtures import parse_mixture
+from llm.published import CASTS
 from parallel import frameworks, layouts, reliability
 from parallel.cluster import Cluster, find_cluster
 from parallel.errors import UserError
-from parallel.planner import Estimate, Layout
-from parallel.schedule.registry import find
+from parallel.planner import Estimate, estimate
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-KEPT = {  # options of the configuration that, given on the command line, are not searched
-    "mesh.tensor": "tensor",
-    "mesh.pipe": "pipe",
-    "mesh.data": "data",
-    "pipeline.microbatches": "microbatches",
-    "pipeline.chunks": "chunks",
-    "pipeline.schedule": "schedule",
-    "pipeline.remat": "remat",
-    "zero": "zero",
+
+
+PRECISIONS = {
+    "bf16": ("bf16", "bf16"),
+    "fp8": ("fp8", "fp8"),
+    "mxfp8": ("fp8", "fp8-mx"),
+    "nvfp4": ("fp4", "fp4"),
+    "fp4": ("fp4", "fp4"),
 }
-NOTHING_FITS = 3
+"""Name of a number format: (whose rate, which recipe)."""
 
 
 def count(text: str, name: str) -> int:
@@ -38,46 +40,6 @@ def count(text: str, name: str) -> int:
     if not match or not float(match[1]):
         raise UserError(f"--{name}={text}: expected a count such as 512, 4M or 15T (K, M, B, T are 10^3, 10^6, 10^9, 10^12)")
     return round(float(match[1]) * UNITS[match[2].upper()])
-
-
-def fixed_fields(config: Config, changes: Sequence[tuple[str, str]]) -> dict:
-    """The fields of a layout that the command line gives. Raises UserError for axes that the trainer does not have yet."""
-    given = {name for name, _ in changes}
-    out = {}
-    for name, field in KEPT.items():
-        if name in given:
-            value = config
-            for part in name.split("."):
-                value = getattr(value, part)
-            if field == "schedule" and not find(value).executable:
-                raise UserError(f"pipeline.schedule={value} is for simulation and drawing: it is not executed")
-            if value not in (0, -1) or field == "zero":  # 0 and -1 leave it open
-                out[field] = value
-    return out
-
-
-def as_config(config: Config, layout: Layout) -> Config:
-    """The configuration that trains a layout."""
-    mesh = MeshConfig(data=layout.data, pipe=layout.pipe, tensor=layout.tensor, context=layout.context)
-    pipeline = dataclasses.replace(
-        config.pipeline,
-        schedule=layout.schedule,
-        chunks=layout.chunks if layout.pipe > 1 else 0,
-        microbatches=layout.microbatches,
-        remat=layout.remat,
-        layers_per_chunk=(),
-    )
-    batch = BatchConfig(layout.rows * layout.microbatches * layout.data, config.batch.length)
-    return dataclasses.replace(config, mesh=mesh, pipeline=pipeline, batch=batch, zero=min(layout.zero, 1))
-
-
-def possible(config: Config, layout: Layout) -> bool:
-    """Whether the trainer would run this layout: its own check, without compiling."""
-    try:
-        as_config(config, layout).validate(layout.gpus)
-    except UserError:
-        return False
-    return True
 
 
 def plan(
@@ -91,34 +53,49 @@ def plan(
     shown: int = layouts.SHOWN,
     framework: str = "convoy",
     precision: str = "bf16",
+    microbatch_rows: int = 0,
+    moe: str = "",
 ) -> tuple[dict, str, int]:
     """Rank the layouts of a model on a cluster: (document, text, exit code).
 
     batch_tokens: tokens of a step, rounded to whole rows; 0: the configuration's rows. changes: options given on the command
     line; of these, fields of the layout are kept. framework: whose speed is predicted; only this trainer's own checks layouts.
-    precision: of the matmuls, bf16, fp8 or fp4. tokens: of the whole run, for days and goodput. Exit code 3: nothing fits.
+    precision: of the matmuls, one of PRECISIONS. microbatch_rows: rows of a microbatch; 0: searched.
+    tokens: of the whole run, for days and goodput. Exit code 3: nothing fits.
     """
     machine = find_cluster(cluster) if isinstance(cluster, str) else cluster
     if gpus < 1:
         raise UserError(f"--gpus={gpus}: at least one GPU")
-    if config.mesh.context != 1 or config.mesh.expert != 1:
+    if microbatch_rows < 0:
+        raise UserError(f"--microbatch_rows={microbatch_rows}: at least 1, or 0 to search")
+    ours = framework == "convoy"
+    if ours and (config.mesh.context != 1 or config.mesh.expert != 1):
         config.validate()  # says what is not possible yet
+    if ours and moe:
+        raise UserError("--moe: this trainer has no experts; cost another framework's with --framework, such as nemo")
     length = config.batch.length
     rows = max(1, round(batch_tokens / length)) if batch_tokens else config.batch.rows
     notes = []
     if batch_tokens and rows * length != batch_tokens:
         notes.append(f"{batch_tokens:,} tokens are {batch_tokens / length:.1f} rows of {length:,}: rounded to {rows}")
-    fixed = fixed_fields(config, changes)
-    model = costs.operators(config.model)
+    fixed = fixed_fields(config, changes, ours) | ({"rows": microbatch_rows} if microbatch_rows else {})
+    shape, mixture = parse_mixture(moe, config.model) if moe else (config.model, None)
+    model = costs.operators(shape, mixture=mixture)
     if framework not in frameworks.FRAMEWORKS:
         raise UserError(f"--framework={framework}: known are {', '.join(frameworks.FRAMEWORKS)}")
-    machine.gpu.rate(precision)  # says which there are
-    ours = framework == "convoy"
+    if precision not in PRECISIONS:
+        raise UserError(f"--precision={precision}: there are {', '.join(PRECISIONS)}")
+    number, recipe = PRECISIONS[precision]
+    machine.gpu.rate(number)  # says which there are
+    if recipe == "fp8-mx" and "fp4" not in machine.gpu.peak:
+        raise UserError(f"--precision=mxfp8: {machine.gpu.name} scales no blocks; from Blackwell on there is mxfp8, here fp8")
     if ours and precision != "bf16":
         raise UserError(f"--precision={precision}: this trainer computes in bf16; name another framework with --framework")
-    speeds = frameworks.find(framework, machine.gpu.name, precision)
+    speeds = frameworks.find(framework, machine.gpu.name, recipe)
+    if recipe in CASTS:
+        speeds = dataclasses.replace(speeds, casts=CASTS[recipe])
     found = layouts.search(
-        model, length, rows, gpus, machine, speeds, precision, fixed,
+        model, length, rows, gpus, machine, speeds, number, fixed,
         lambda layout: not ours or possible(config, layout), exact=not batch_tokens, shown=shown,
     )  # fmt: skip
     document = dict(
@@ -151,6 +128,13 @@ def plan(
     return document, render(document, machine), 0
 
 
+def cost(config: Config, cluster: str | Cluster, framework: str = "convoy", precision: str = "bf16") -> Estimate:
+    """The estimate of a configuration's own layout, nothing searched."""
+    machine = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    speeds = frameworks.find(framework, machine.gpu.name, precision)
+    return estimate(costs.operators(config.model), config.batch.length, own_layout(config), machine, speeds, precision)
+
+
 def command(options: Any) -> tuple[dict, str, int]:
     """The plan command: flags in, (document, text, exit code) out."""
     if not options.config:
@@ -162,7 +146,8 @@ def command(options: Any) -> tuple[dict, str, int]:
     if options.calibration:
         machine = calibrated(machine, options.calibration)
     rest = dict(batch_tokens=optional("batch_tokens"), changes=options.changes, tokens=optional("tokens"), watts=options.watts)
-    rest |= dict(framework=options.framework, precision=options.precision)
+    rest |= dict(framework=options.framework, precision=options.precision, microbatch_rows=options.microbatch_rows)
+    rest |= dict(moe=options.moe)
     document, text, code = plan(config, machine, count(options.gpus, "gpus"), **rest)
     if options.sweep:
         document["sweep"] = sweep(config, machine, options.sweep, **rest)
@@ -176,7 +161,7 @@ def command(options: Any) -> tuple[dict, str, int]:
 
 
 def sweep(config: Config, machine: Cluster, span: str, **rest: Any) -> list[dict]:
-    """The best layout for A, 2A, 4A ... B GPUs with the same batch. span: 'A:B'. Raises UserError."""
+    """The best layout for A, 2A, 4A ... and B GPUs with the same batch. span: 'A:B'. Raises UserError."""
     first, colon, last = span.partition(":")
     if not colon:
         raise UserError(f"--sweep={span}: expected A:B, the first and last number of GPUs, such as 8:16384")
@@ -189,13 +174,13 @@ def sweep(config: Config, machine: Cluster, span: str, **rest: Any) -> list[dict
         except UserError as error:
             best, run, reason = None, {}, str(error)
         out.append(dict(gpus=gpus, best=best, days=run.get("days"), goodput=run.get("goodput"), reason=reason))
-        gpus *= 2
+        gpus = min(2 * gpus, stop) if gpus < stop else 2 * gpus
     return out
 
 
 def render_sweep(points: list[dict]) -> str:
     """A sweep as text."""
-    lines = ["  GPUs  step s   tokens/s     tok/s/GPU  MFU   data pipe tensor  bubble"]
+    lines = ["  GPUs  step s [90 %]                tokens/s  tok/s/GPU    MFU  data pipe tensor  bubble"]
     for point in points:
         best = point["best"]
         if not best:
@@ -203,8 +188,8 @@ def render_sweep(points: list[dict]) -> str:
             continue
         mesh, speed = best["mesh"], best["tokens_per_s_per_gpu"]
         lines.append(
-            f"{point['gpus']:6} {best['step_time_s']:7.3f} {speed * point['gpus']:11,.0f} {speed:10,.0f} "
-            f"{100 * best['mfu']:6.1f} "
+            f"{point['gpus']:6} {best['step_time_s']:7.3f} [{best['low_s']:.3f}, {best['high_s']:.3f}]".ljust(34)
+            + f"{speed * point['gpus']:11,.0f} {speed:10,.0f} {100 * best['mfu']:6.1f} "
             f"{mesh['data']:5} {mesh['pipe']:4} {mesh['tensor']:6} {100 * best['bubble']:6.1f} %"
         )
     return "\n".join(lines)
@@ -231,14 +216,18 @@ def whole_run(best: Estimate, machine: Cluster, parameters: int, tokens: int, wa
     speed = best.tokens_per_s_per_gpu * best.layout.gpus
     state = 12.0 * parameters  # float32 weights and two moments
     power = watts or machine.gpu.watts * reliability.OVERHEAD
-    return reliability.run_cost(tokens, speed, best.layout.gpus, machine.gpus_per_node, state, machine.nvme_gbs, power)
+    return reliability.run_cost(
+        tokens, speed, best.layout.gpus, machine.gpus_per_node, state, machine.nvme_gbs, machine.pcie_gbs, power
+    )
 
 
 def describe(e: Estimate) -> dict:
     """An estimate as a plain object."""
     l = e.layout
+    expert = math.gcd(l.expert, l.data)  # what is left of an expert group lies in tensor
     return dict(
-        mesh=dict(replica=1, data=l.data, pipe=l.pipe, context=l.context, expert=1, tensor=l.tensor),
+        mesh=dict(replica=1, data=l.data // expert, pipe=l.pipe, context=l.context, expert=expert, tensor=l.tensor),
+        expert_group=l.expert,
         zero=l.zero,
         rows=l.rows * l.microbatches * l.data,
         microbatches=l.microbatches,
@@ -260,51 +249,13 @@ def describe(e: Estimate) -> dict:
     )
 
 
-def label(l: Layout) -> str:
-    """A layout in a few words."""
-    mesh = f"data {l.data} x pipe {l.pipe} x tensor {l.tensor}"
-    return f"{mesh}, {l.microbatches} microbatches of {l.rows}, {l.chunks} chunks, remat {l.remat}"
-
-
-def why(fits: list[Estimate]) -> str:
-    """Why the first layout wins over the best one on another mesh, and what limits it."""
-    best = fits[0]
-    share = {k: v / best.step_time_s for k, v in best.parts.items()}
-    loss = max((k for k in share if k != "compute"), key=share.get)
-    limit = (
-        f"{100 * share['compute']:.0f} % of the step computes; the largest loss is {NAMES[loss]} with {100 * share[loss]:.1f} %"
-    )
-    shape = lambda e: (e.layout.tensor, e.layout.pipe)
-    other = next((e for e in fits[1:] if shape(e) != shape(best)), fits[1] if len(fits) > 1 else None)
-    if other is None:
-        return f"It is the only layout that fits. {limit}."
-    slower = best.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu - 1
-    gap = lambda k: other.parts[k] / other.step_time_s - best.parts[k] / best.step_time_s
-    most = max(NAMES, key=gap)
-    reason = (
-        f"which spends {100 * other.parts[most] / other.step_time_s:.1f} % on {NAMES[most]} (here {100 * share[most]:.1f} %)"
-    )
-    return f"It is {100 * slower:.1f} % faster than {label(other.layout)}, {reason}. {limit}."
-
-
-NAMES = dict(
-    compute="computing",
-    bubble="the pipeline's bubble",
-    tensor="tensor communication",
-    context="context communication",
-    pipe="pipeline messages",
-    data="the gradient reduction",
-    optimizer="the optimiser",
-    fixed="fixed time",
-    noise="slow nodes",
-)
-
-
 def render(document: dict, machine: Cluster) -> str:
     """The ranked layouts as text."""
+    wide = any(d["mesh"]["context"] > 1 or d["expert_group"] > 1 for d in document["layouts"])
     head = (
-        "data pipe tensor  m x rows  v  schedule     remat      zero  step s [90 %]             tok/s/GPU   MFU   GiB   bubble "
-        " exposed tensor, pipe, data"
+        f"data pipe tensor {'ctx experts' if wide else ''} m x rows  v  schedule     remat      zero  step s [90 %]"
+        "             tok/s/GPU   MFU   GiB   bubble "
+        " exposed tensor, pipe, data" + (", context, experts" if wide else "")
     )
     lines = [
         f"{document['parameters'] / 1e9:.2f} B parameters on {document['gpus']} {document['gpu']} ({machine.name}), "
@@ -317,19 +268,23 @@ def render(document: dict, machine: Cluster) -> str:
     for d in document["layouts"]:
         mesh, x = d["mesh"], d["exposed_s"]
         lines.append(
-            f"{mesh['data']:4} {mesh['pipe']:4} {mesh['tensor']:6}  {d['microbatches']:3} x {d['rows_per_microbatch']:<4} "
+            f"{mesh['data'] * mesh['expert']:4} {mesh['pipe']:4} {mesh['tensor']:6} "
+            + (f"{mesh['context']:3} {d['expert_group']:7}" if wide else "")
+            + f" {d['microbatches']:3} x {d['rows_per_microbatch']:<4} "
             f"{d['chunks']:2}  {d['schedule']:12} {d['remat']:10} {d['zero']:4}  "
             f"{d['step_time_s']:6.3f} [{d['low_s']:.3f}, {d['high_s']:.3f}]".ljust(78)
             + f" {d['tokens_per_s_per_gpu']:8.0f} {100 * d['mfu']:5.1f} {d['peak_memory_gib']:5.1f} "
             f"  {100 * d['bubble']:5.1f} % "
             f" {x['tensor']:.3f}, {x['pipe']:.3f}, {x['data']:.3f} s"
+            + (f", {x['context']:.3f}, {x['expert']:.3f} s" if wide else "")
         )
     lines += ["", f"The first wins. {document['why']}"]
     if "run" in document:
         r = document["run"]
         lines.append(
-            f"{r['tokens']:.3g} tokens: {r['days']:.1f} days, {r['gpu_hours']:,.0f} GPU-hours, {r['energy_mwh']:,.0f} MWh at "
-            f"{r['watts_per_gpu']:.0f} W a GPU with its share of the node; {r['failures']:.0f} failures expected, "
-            f"a checkpoint every {r['checkpoint_interval_s'] / 60:.0f} minutes, goodput {100 * r['goodput']:.1f} %"
+            f"{r['tokens'] / 1e12:.4g} T tokens: {r['days']:.1f} days, {r['gpu_hours']:,.0f} GPU-hours, "
+            f"{r['energy_mwh']:,.0f} MWh at {r['watts_per_gpu']:.0f} W a GPU with its share of the node; "
+            f"{r['failures']:.0f} failures expected, a checkpoint every {r['checkpoint_interval_s'] / 60:.0f} minutes, "
+            f"goodput {100 * r['goodput']:.1f} %"
         )
     return "\n".join(lines)

@@ -14,6 +14,11 @@ from parallel import frameworks
 from parallel.errors import UserError
 from parallel.planner import Estimate, estimate
 
+UNDER = 0.02
+"""A prediction of memory that is lower by more than this share counts as too low."""
+TABLES = ("errors", "choices", "memory")
+EXPERTS = ", experts"
+"""What the name of a suite gets for its mixtures of experts, which are listed apart and are not counted."""
 OUTSIDE = ("vtrain_single",)
 """Suites that the row `all` leaves out: shapes so small that launches decide."""
 
@@ -46,10 +51,12 @@ def predict_run(run: published.Run, constants: dict | None = None) -> Estimate:
     return estimate(run.model, run.length, run.layout, run.cluster, framework, run.precision, spread=spread)
 
 
-def predict(rows: list[dict[str, str]]) -> list[Prediction]:
-    """Predict every row; a row that cannot be has its reason instead."""
+def predict(rows: list[dict[str, str]], suite: str = "") -> list[Prediction]:
+    """Predict every row, or those of one suite; a row that cannot be has its reason instead."""
     used, out = set(frameworks.fitted()["rows"]), []
     for i, row in enumerate(rows):
+        if suite and row["suite"] != suite:
+            continue
         run = guess = None
         refused = ""
         try:
@@ -70,7 +77,7 @@ def predict(rows: list[dict[str, str]]) -> list[Prediction]:
             Prediction(
                 i,
                 row["id"],
-                row["suite"] or "unnamed",
+                (row["suite"] or "unnamed") + ("" if published.is_dense(row) else EXPERTS),
                 published.measured(row),
                 run,
                 guess,
@@ -105,13 +112,14 @@ def baseline(predictions: list[Prediction]) -> dict[int, float]:
     return out
 
 
-def summary(predictions: list[Prediction]) -> list[dict]:
-    """One object for each suite, then `all` (mean of suites) and `rows` (mean of rows).
+def summary(predictions: list[Prediction], rows: list[dict[str, str]] | None = None) -> list[dict]:
+    """One object for each suite, then `all` (mean of suites) and `rows` (mean of rows); with the file's rows, memory too.
 
     Only rows that no fit used are in the errors. A suite with rows that split the model counts those; one without is
     listed with all its rows and left out of `all`, as is vtrain_single.
     """
     base = baseline(predictions)
+    memory = memory_errors(predictions, rows) if rows else {}
     suites: dict[str, list[Prediction]] = defaultdict(list)
     for p in predictions:
         suites[p.suite].append(p)
@@ -122,6 +130,10 @@ def summary(predictions: list[Prediction]) -> list[dict]:
         mine = counted if counted else [p for p in members if p.refused or p.run]
         good = [p for p in mine if p.estimate and p.measured and not p.fitted]
         entry = _entry(suite, mine, good, base)
+        complete = [abs(p.error) for p in good if p.run.complete]
+        entry["complete_n"] = len(complete)
+        entry["complete_mape"] = round(100 * fmean(complete), 2) if complete else None
+        entry |= _memory([memory[p.row] for p in members if p.row in memory])
         entry["in_all"] = inside and bool(good)
         table.append(entry)
         if entry["in_all"]:
@@ -134,6 +146,7 @@ def summary(predictions: list[Prediction]) -> list[dict]:
         for key in ("mape", "median", "bias", "coverage", "baseline_mape"):
             everything[key] = mean(key) if any(e[key] is not None for e in used) else None
         complete = [p for p in good if p.run.complete]
+        everything |= _memory(list(memory.values()))
         table += [everything, _entry("rows", rows_in_all, good, base), _entry("rows, complete", complete, complete, base)]
         by = defaultdict(list)
         for p in complete:
@@ -166,21 +179,111 @@ def _entry(suite: str, members: list[Prediction], good: list[Prediction], base: 
     )
 
 
-def memory_summary(predictions: list[Prediction], rows: list[dict[str, str]]) -> dict:
-    """Error of the fullest GPU's memory; a printed whole number counts as the range that rounds to it."""
-    errors = []
+def memory_errors(predictions: list[Prediction], rows: list[dict[str, str]]) -> dict[int, float]:
+    """{row: error} of the fullest GPU's memory, on rows that print it and their layers.
+
+    A printed whole number counts as the range that rounds to it. Sources' GB are taken as GiB: their frameworks count in
+    units of 2^30 and the shapes of the smallest rows leave no room for 7 % less.
+    """
+    errors = {}
     for p in predictions:
         text = rows[p.row]["mem_gib"]
         value = published.number(text)
-        if not (value and p.estimate and published.number(rows[p.row]["layers"])):
-            continue
-        guess, half = p.estimate.peak_memory_gib, 0.0 if "." in text else 0.5
-        near = min(max(guess, value - half), value + half)
-        errors.append((guess - near) / value)
+        if value and p.estimate and published.number(rows[p.row]["layers"]):
+            guess, half = p.estimate.peak_memory_gib, 0.0 if "." in text else 0.5
+            errors[p.row] = (guess - min(max(guess, value - half), value + half)) / value
+    return errors
+
+
+def _memory(errors: list[float]) -> dict:
+    """memory_n, memory_mape, and memory_not_under: the share of rows not more than 2 % under, in percent."""
     if not errors:
-        return dict(n=0)
-    good = fmean(e > -0.02 for e in errors)
-    return dict(n=len(errors), mape=round(100 * fmean(map(abs, errors)), 2), not_under=round(100 * good, 1))
+        return dict(memory_n=0, memory_mape=None, memory_not_under=None)
+    under = fmean(e < -UNDER for e in errors)
+    return dict(
+        memory_n=len(errors), memory_mape=round(100 * fmean(map(abs, errors)), 2), memory_not_under=round(100 - 100 * under, 1)
+    )
+
+
+def choices(predictions: list[Prediction]) -> list[dict]:
+    """For every job that was measured in three layouts or more: the planner's first choice, its regret, the best measured.
+
+    A job: the same model, batch, row length, GPUs, number format and framework.
+    """
+    jobs: dict[tuple, list[Prediction]] = defaultdict(list)
+    for p in predictions:
+        if p.estimate and p.measured and p.run.layout.gpus > 1:
+            r, l = p.run, p.run.layout
+            batch = l.rows * l.microbatches * l.data
+            jobs[r.suite, r.model, r.length, r.framework, r.recipe, r.cluster.gpu.name, l.gpus, batch].append(p)
+    out = []
+    for members in jobs.values():
+        if len({p.run.layout for p in members}) < 3:
+            continue
+        first = min(members, key=lambda p: p.estimate.step_time_s)
+        best = min(members, key=lambda p: p.measured)
+        out.append(
+            dict(
+                suite=first.suite,
+                model=first.run.model.name,
+                gpus=first.run.layout.gpus,
+                layouts=len(members),
+                choice=_layout(first),
+                choice_id=first.id,
+                choice_measured_s=first.measured,
+                best=_layout(best),
+                best_id=best.id,
+                best_measured_s=best.measured,
+                regret_pct=round(100 * (first.measured / best.measured - 1), 2),
+            )
+        )
+    return out
+
+
+def _layout(p: Prediction) -> str:
+    l = p.run.layout
+    return f"data {l.data} pipe {l.pipe} tensor {l.tensor}, {l.microbatches} x {l.rows}, {l.chunks} ch., {l.remat}"
+
+
+def render_choices(found: list[dict]) -> str:
+    """The choices as text, with the mean regret of each suite."""
+    if not found:
+        return "No job was measured in three layouts or more."
+    names = ("suite", "model", "gpus", "layouts", "choice", "choice_measured_s", "best", "best_measured_s", "regret_pct")
+    lines = [tuple("regret, %" if n == "regret_pct" else n.replace("_measured_s", ", s") for n in names)]
+    lines += [tuple(f"{c[n]:.2f}" if isinstance(c[n], float) else str(c[n]) for n in names) for c in found]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines]
+    by = defaultdict(list)
+    for c in found:
+        by[c["suite"]].append(c["regret_pct"])
+    return "\n".join([*text, *(f"{suite}: mean regret {fmean(v):.2f} %, worst {max(v):.2f} %" for suite, v in by.items())])
+
+
+def render_memory(
+    predictions: list[Prediction], rows: list[dict[str, str]], errors: dict[int, float]
+) -> tuple[list[dict], str]:
+    """Every row with measured memory: (objects, text)."""
+    out, by = [], {p.row: p for p in predictions}
+    for row, error in errors.items():
+        peak = by[row].estimate.peak_memory_gib
+        out.append(
+            dict(
+                suite=by[row].suite,
+                id=by[row].id,
+                measured=rows[row]["mem_gib"],
+                predicted_gib=round(peak, 2),
+                error_pct=round(100 * error, 2),
+            )
+        )
+    wide = max([len(o["id"]) for o in out] + [2])
+    lines = [f"{'id':{wide}} measured predicted  error, %"]
+    lines += [f"{o['id']:{wide}} {o['measured']:>8} {o['predicted_gib']:9.1f} {o['error_pct']:9.1f}" for o in out]
+    total = _memory(list(errors.values()))
+    lines.append(
+        f"{total['memory_n']} rows, MAPE {total['memory_mape']} %, {total['memory_not_under']} % not more than 2 % under."
+    )
+    return out, "\n".join(lines)
 
 
 def write_predictions(path: str, predictions: list[Prediction]) -> None:
@@ -194,45 +297,54 @@ def write_predictions(path: str, predictions: list[Prediction]) -> None:
             out.writerow((p.row, *numbers, p.refused))
 
 
-def render(table: list[dict], memory: dict, reasons: dict[str, int]) -> str:
+def render(table: list[dict], reasons: dict[str, int]) -> str:
     """The table in text, what is outside `all`, and why rows were refused."""
-    names = ("suite", "n", "fitted", "refused", "mape", "median", "max", "bias", "coverage", "baseline_mape")
-    head = ("suite", "n", "fitted", "refused", "MAPE", "median", "max", "bias", "in 90 %", "baseline")
+    names = (
+        "suite", "n", "fitted", "refused", "mape", "median", "max", "bias", "coverage", "baseline_mape", "complete_n",
+        "complete_mape", "memory_n", "memory_mape", "memory_not_under",
+    )  # fmt: skip
+    head = (
+        "suite", "n", "fitted", "refused", "MAPE", "median", "max", "bias", "in 90 %", "baseline", "complete", "MAPE",
+        "memory", "MAPE", "not under",
+    )  # fmt: skip
     show = lambda v: "-" if v is None else f"{v:.1f}" if isinstance(v, float) else str(v)
     lines = [head]
     for entry in table:
         mark = "" if entry.get("in_all", True) else " *"
-        lines.append((entry["suite"] + mark, *(show(entry[n]) for n in names[1:])))
+        lines.append((entry["suite"] + mark, *(show(entry.get(n)) for n in names[1:])))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines]
     text.append("Percent of step time, on rows that no fit used. *: outside `all` (no split model, or tiny shapes).")
-    if memory["n"]:
-        text.append(
-            f"Memory of the fullest GPU: {memory['n']} rows, MAPE {memory['mape']} %, "
-            f"{memory['not_under']} % not more than 2 % under."
-        )
+    text.append(
+        "Memory of the fullest GPU: rows that print it, its MAPE, and the share of them not more than 2 % under, percent."
+    )
     text += [f"Refused {count}: {reason}" for reason, count in sorted(reasons.items(), key=lambda r: -r[1])]
     return "\n".join(text)
 
 
-def plan_errors(csv_file: str = "", suite: str = "", predictions: str = "") -> tuple[list[dict], str]:
-    """The error table as a document and as text. Raises UserError for a file or a suite that is not there."""
+def plan_errors(csv_file: str = "", suite: str = "", predictions: str = "", table: str = "errors") -> tuple[list[dict], str]:
+    """The error table as a document and as text; table: `choices` and `memory` instead. Raises UserError for a file, a
+    suite or a table that is not there."""
+    if table not in TABLES:
+        raise UserError(f"--table={table}: there are {', '.join(TABLES)}")
     rows = published.read(csv_file or published.RUNS)
     if suite:
         names = sorted({row["suite"] for row in rows})
         if suite not in names:
             raise UserError(f"--suite={suite}: the file has {', '.join(names)}")
-    done = predict(rows)
+    done = predict(rows, suite)
     if predictions:
-        if not Path(predictions).parent.is_dir():
+        if not Path(predictions).absolute().parent.is_dir():
             raise UserError(f"--predictions={predictions}: there is no such folder")
         write_predictions(predictions, done)
-    if suite:
-        base_rows = done
-        done = [p for p in base_rows if p.suite == suite]
+    if table == "choices":
+        found = choices([p for p in done if suite or p.suite not in OUTSIDE])
+        return found, render_choices(found)
+    if table == "memory":
+        return render_memory(done, rows, memory_errors(done, rows))
     reasons: dict[str, int] = defaultdict(int)
     for p in done:
         if p.refused:
             reasons[p.refused] += 1
-    table = summary(done)
-    return table, render(table, memory_summary(done, rows), reasons)
+    document = summary(done, rows)
+    return document, render(document, reasons)

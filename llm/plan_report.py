@@ -90,7 +90,7 @@ def _table(layouts: list[dict]) -> str:
 
 def _run(run: dict) -> str:
     return (
-        f"<p>{run['tokens']:.3g} tokens: {run['days']:.1f} days, {run['gpu_hours']:,.0f} GPU-hours, "
+        f"<p>{_short(run['tokens'])} tokens: {run['days']:.1f} days, {run['gpu_hours']:,.0f} GPU-hours, "
         f"{run['energy_mwh']:,.0f} MWh at {run['watts_per_gpu']:.0f} W a GPU; {run['failures']:.0f} failures expected; "
         f"a checkpoint every {run['checkpoint_interval_s'] / 60:.0f} minutes; goodput {100 * run['goodput']:.1f} %.</p>"
     )
@@ -166,7 +166,7 @@ def _scaling(points: list[dict]) -> str:
 
 
 def _short(number: float) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"

@@ -10,11 +10,13 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llm.config import Config
 from llm.data.corpus import corpus_identity
+from llm.layout import auto_layout
 from llm.run import CORPUS
 from llm.workdir import CHECKPOINTS, identity
 from parallel import distributed
@@ -28,10 +30,13 @@ CHECKPOINTS_THAT_FIT = 2  # a new one is complete before an old one is removed
 SEEN_S = 10.0  # how long a shared file system may take to show a file to the others
 
 
-def preflight(config: Config, workdir: str | Path, job: Job | None = None, limit: float = 120.0) -> dict[str, Any]:
+def preflight(
+    config: Config, workdir: str | Path, job: Job | None = None, limit: float = 120.0, changes: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
     """{ok, checks: [{name, ok, detail}], axes: [{axis, bytes, gb_per_s}]}: the same in every process of the job.
 
-    job: of this process, which has not joined it yet; limit: seconds to wait for the others. gb_per_s: bandwidth of the
+    job: of this process, which has not joined it yet; limit: seconds to wait for the others. changes: what plan=auto must
+    keep, from the command line. gb_per_s: bandwidth of the
     axis's collective, 10^9 bytes/s that each device sends. Raises ConnectionError when the processes do not meet."""
     workdir = Path(workdir)
     own = dict(versions=_versions(), code=_code_hash(), configuration=identity(config))
@@ -45,6 +50,10 @@ def preflight(config: Config, workdir: str | Path, job: Job | None = None, limit
     if all(check["ok"] for check in checks[:3]):  # processes of other programs or configurations cannot work together
         if job:
             distributed.start_jax(job)
+        if config.plan:
+            import jax
+
+            config, _ = auto_layout(config, jax.devices(), changes)
         checks.append(_devices(config, len(everyone)))
         if checks[-1]["ok"]:
             checks += _with_devices(config, workdir, everyone, axes)
@@ -96,16 +105,17 @@ def _data(config: Config, workdir: Path) -> str:
 
 def _folder(workdir: Path, job: Job | None) -> dict[str, Any]:
     """Writes to the checkpoint folder; what process 0 leaves there shows the others that it is the same folder."""
-    folder, name = workdir / CHECKPOINTS, _probe(job.process if job else 0, job)
+    folder, name, problem = workdir / CHECKPOINTS, _probe(job.process if job else 0, job), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / name, "w") as file:
             file.write(socket.gethostname())
             file.flush()
             os.fsync(file.fileno())
-        return dict(problem=None, free=shutil.disk_usage(folder).free)
     except OSError as error:
-        return dict(problem=error.strerror or str(error), free=0)
+        problem = error.strerror or str(error)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    return dict(problem=problem, free=shutil.disk_usage(there).free)
 
 
 def _probe(process: int, job: Job | None) -> str:
@@ -203,7 +213,7 @@ def _space(program: Any, everyone: list[dict[str, Any]]) -> dict[str, Any]:
     stored, abstract = jax.tree.leaves(program.stored()), jax.tree.leaves(program.abstract_state())
     size = sum(math.prod(form.shape) * leaf.dtype.itemsize for form, leaf in zip(stored, abstract))
     free = min(fact["folder"]["free"] for fact in everyone)
-    gib = lambda number: f"{number / 2**30:,.2f} GiB"
+    gib = lambda number: f"{number / 2**30:,.3g} GiB"
     need = CHECKPOINTS_THAT_FIT * size
     problem = (
         f"{CHECKPOINTS_THAT_FIT} checkpoints need {gib(need)} and {gib(free)} are free: make room, or use another --workdir"

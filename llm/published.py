@@ -7,6 +7,7 @@ reads named options in `notes`. No digit in `notes` is read, and nothing of what
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from llm.config import ModelConfig
 from llm.costs import operators
 from llm.families import PRESETS
+from llm.mixtures import find_mixture
 from parallel.cluster import CLUSTERS, Cluster, find_gpu
 from parallel.errors import UserError
 from parallel.operators import Operators
@@ -108,6 +110,7 @@ OPTIONS = (
     (r"tp comm overlap|tp-comm-overlap|userbuffers", ("tp_hidden", 0.75)),
     (r"vanilla.?tp", ("tp_hidden", 0.0)),
     (r"\bcompile", ("fused", True)),
+    (r"\bcompile", ("logit_bytes", 14.0)),  # no copy of the gradient in another type
     (r"(?<!no )flash", ("flash", 2)),
     (r"sequence.?parallel", ("sequence_parallel", True)),
     (r"\blora\b|qlora|\bpeft\b", ("frozen", True)),
@@ -188,8 +191,6 @@ def measured(row: dict[str, str]) -> float | None:
 def parse(row: dict[str, str]) -> Run:
     """A row as the planner's input. Raises UserError with the reason when a shape or the GPU is missing."""
     count = lambda name: max(0, int(number(row[name]) or 0))
-    if not is_dense(row):
-        raise UserError("mixture of experts: the width of an expert and the dense layers are not in the columns")
     gpu = find_gpu(row["gpu"])
     framework = word("framework", row["framework"]) or "other"
     if framework == "megatron-core" and gpu.name.startswith(("A100", "V100")):
@@ -241,6 +242,10 @@ def parse(row: dict[str, str]) -> Run:
     if pp > 1 and chunks > 1 and pp * chunks > model.layers + 2 * options.get("ends", 0):
         chunks = max(1, model.layers // pp)
     layout = Layout(tp, pp, dp, cp, rows, microbatches, chunks, schedule, zero, remat, options.get("ends", 0) if pp > 1 else 0)
+    experts = count("ep") or 1
+    if model.experts:
+        most = max(1, min(model.experts.count, tp * dp))
+        layout = dataclasses.replace(layout, expert=max(e for e in range(1, min(experts, most) + 1) if most % e == 0))
     complete = all(row[c] for c in ("layers", "hidden", "heads", "seq", "gbs_seqs", "mbs", "tp", "pp", "vp", "recompute"))
     complete = complete and (bool(row["schedule"]) or pp == 1)
     recipe = word("recipe", words) if precision == "fp8" else precision
@@ -260,14 +265,24 @@ def parse(row: dict[str, str]) -> Run:
 
 
 def _key(row: dict[str, str]) -> str:
-    """What the constant-efficiency baseline has one constant for: GPU type and precision."""
-    return f"{row['gpu'].lower()}|{row['precision'].lower()}"
+    """What the constant-efficiency baseline has one constant for: GPU type and precision, mixtures of experts apart."""
+    return f"{row['gpu'].lower()}|{row['precision'].lower()}|{'dense' if is_dense(row) else 'experts'}"
 
 
 def _model(row: dict[str, str], pipe: int) -> tuple[Operators, int]:
     """The operator table and the sequence length; a preset or the parameter count fills what is missing."""
     shape = {c: max(0, int(number(row[c]) or 0)) for c in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq")}
     name = row["model"].lower()
+    if not is_dense(row):  # the columns lack an expert's width and the layers without experts
+        if (found := find_mixture(name)) is None:
+            raise UserError(f"a mixture of experts, and no preset is called {row['model']!r}")
+        if not shape["seq"]:
+            raise UserError("no sequence length is given")
+        known, mixture = found
+        layers = shape["layers"] or known.layers
+        dense = round(mixture.dense * layers / known.layers) or min(1, mixture.dense)  # a cut model keeps its proportions
+        known, mixture = dataclasses.replace(known, layers=layers), dataclasses.replace(mixture, dense=min(dense, layers - 1))
+        return operators(known, row["model"], mixture), shape["seq"]
     plain = re.sub(r"[^a-z0-9.]", "", name)
     preset = next((m for key, (m, _) in PRESETS.items() if re.sub(r"[^a-z0-9.]", "", key) == plain), None)
     if preset is not None:

@@ -7,6 +7,8 @@ all ranks in lockstep, as this repository's executor runs the same table.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,16 +23,16 @@ Costs = tuple[float, float, float]
 
 class Pipeline(NamedTuple):
     """seconds: of all microbatches. work: of the mean rank. busiest: of the rank with the most work. held: per rank,
-    microbatches of a full rank that it holds at most. layers: per rank, its layers. cuts: microbatches of a full rank between
-    their B and their W, inbox: arrived activations and gradients that wait (both with ticks only)."""
+    microbatches of a full rank that it holds at most. layers: per rank, its layers. With ticks also slots: places of each class
+    of the executor's buffers on every rank, and chunk: layers of a chunk."""
 
     seconds: float
     work: float
     busiest: float
     held: tuple[float, ...]
     layers: tuple[int, ...]
-    cuts: float = 0.0
-    inbox: float = 0.0
+    slots: Mapping[str, int] | None = None
+    chunk: int = 0
 
     @property
     def bubble(self) -> float:
@@ -92,8 +94,9 @@ def run(
         costs[-1] += last
         costs[:, :2] += machine.blocking
     one = lambda m: _simulate(name, p, m, v, counts, costs, vocabulary, machine)
-    short, step = (2 * p + m % p, p) if v > 1 else (2 * p + 2, max(2, p // 2))
-    if m <= short + p or (machine.ticks and name != "interleaved"):  # kept orders may pack in longer rhythms
+    short, step = 2 * p + m % p, p
+    kept = machine.ticks and name != "interleaved"  # such orders may pack in longer rhythms
+    if m <= short + p or kept or name.startswith("zb-"):  # and zero bubbles settle late
         return one(m)
     low, high = one(short), one(short + step)  # past the warm-up a table repeats: two short ones give the rest
     line = lambda a, b: a + (b - a) * (m - short) / step
@@ -113,8 +116,10 @@ def quick(stages: int, microbatches: int, chunks: int, layers: int, layer: Costs
     held = min(float(m), p + (p - 1) / v)
     seconds = m * rank + (3 if whole else 2) * (p - 1) / v * rank / 3
     work = m * (sum(layer) * layers / p + sum(ends) / p)
-    cuts = 0.0 if whole else min(m, p) / v
-    return Pipeline(seconds, work, m * rank, (held,) * p, (per_chunk * v,) * p, cuts, 2.0)
+    slots = dict(a=math.ceil(held * v), x=1, g=1)
+    if not whole:
+        slots |= dict(aw=slots["a"], cut=min(m, p))
+    return Pipeline(seconds, work, m * rank, (held,) * p, (per_chunk * v,) * p, slots, per_chunk)
 
 
 def _simulate(name, p, m, v, counts, costs, vocabulary, machine) -> Pipeline:
@@ -135,11 +140,9 @@ def _simulate(name, p, m, v, counts, costs, vocabulary, machine) -> Pipeline:
         held = memory_peaks(table, backward=0.0 if table.whole else -0.5)  # B frees half (arXiv 2401.10241, table 1)
         return Pipeline(seconds, mean, most, tuple(held), tuple(layers))
     packed = _packed(name, p, m, v, key, machine.whole)
-    peaks = packed.peaks()
     seconds = float(tick_durations(packed, costs, "compute", vocabulary).sum()) + packed.length * machine.delay
     held = (max(packed.peak_activations),) * p  # every rank allocates what the fullest one needs
-    cuts, inbox = peaks.get("cut", 0) / v, peaks["x"] + peaks["g"]
-    return Pipeline(seconds, mean, most, held, (max(counts) * v,) * p, cuts, inbox)
+    return Pipeline(seconds, mean, most, held, (max(counts) * v,) * p, packed.peaks(), max(counts))
 
 
 @lru_cache(maxsize=512)

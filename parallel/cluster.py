@@ -48,7 +48,7 @@ class Gpu:
     peak: dense TFLOP/s by precision (bf16 stands for fp16 too; fp4 for NVFP4). ceiling: share of the peak that the best
     large matmul reaches, by precision. hbm_gib: memory. hbm_tbs, hbm_share: peak TB/s and the share that a copy reaches.
     sms: multiprocessors, for wave quantisation. ring: (bytes, GB/s) all-reduce bus bandwidth over the GPUs that share
-    NVLink, by message size. watts: board power.
+    NVLink, by message size. nvlink_gbs: GB/s of a GPU's NVLinks to the switch, both directions. watts: board power.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Gpu:
     ring: tuple[tuple[float, float], ...]
     watts: float
     source: str
+    nvlink_gbs: float = 0.0
 
     def rate(self, precision: str) -> float:
         """FLOP/s of the best large matmul in this precision. Raises UserError when the GPU lacks it."""
@@ -77,8 +78,14 @@ _B = dict(bf16=0.78, fp8=0.72, fp4=0.60)
 _UNVERIFIED = "data sheet; ceilings as on the same maker's nearest GPU (unverified)"
 
 
+NVLINK_GBS = {"V100": 300, "A100": 600, "A800": 400, "H100": 900, "H800": 400, "H20": 900, "GH200": 900, "H200": 900}
+NVLINK_GBS |= {"B200": 1800, "B300": 1800, "GB200": 1800, "GB300": 1800, "H100-PCIe": 600}
+"""Of one GPU, both directions, from the data sheets; 130 TB/s in all over the 72 GPUs of a GB200 rack."""
+
+
 def _gpu(name, peak, ceiling, gib, tbs, share, sms, ring, watts, source) -> tuple[str, Gpu]:
-    return name, Gpu(name, peak, ceiling, gib, tbs, share, sms, ring, watts, source)
+    nvlink = NVLINK_GBS.get(name, NVLINK_GBS.get(name.partition("-")[0], 0))
+    return name, Gpu(name, peak, ceiling, gib, tbs, share, sms, ring, watts, source, nvlink)
 
 
 def _slower(ring: tuple, factor: float) -> tuple:
@@ -139,7 +146,7 @@ class Cluster:
 
     gpus_per_node: GPUs of one virtual machine. domain: GPUs that share NVLink. nic_gbs: GB/s of a node's network, one
     direction. network: share of it that large messages reach. latency_us: of one hop between nodes. nvme_gbs: local write
-    rate of a node.
+    rate of a node. cpu: its processors. host_gib: its memory. pcie_gbs: measured rate from one GPU to it.
     """
 
     name: str
@@ -151,6 +158,9 @@ class Cluster:
     latency_us: float = 8.0
     nvme_gbs: float = 8.0
     source: str = ""
+    cpu: str = ""
+    host_gib: float = 0.0
+    pcie_gbs: float = 25.0
 
     @property
     def gpu_nic_gbs(self) -> float:
@@ -162,8 +172,28 @@ _AZURE = "MicrosoftDocs/azure-docs articles/virtual-machines; " + GUIDE
 _DGX = "NVIDIA DGX user guides"
 
 
+HOSTS = {  # processors, memory in GiB, GB/s from a GPU (Azure guide, measured; NVLink-C2C of Grace from its data sheet)
+    "nd-a100-v4-40": ("96 cores of EPYC 7V12", 900, 26.3),
+    "nd-a100-v4": ("96 cores of EPYC 7V12", 1900, 26.3),
+    "nd-h100-v5": ("96 cores of Xeon 8480C", 1900, 51.5),
+    "nd-h200-v5": ("96 cores of Xeon 8480C", 1850, 52.0),
+    "nd-gb200-v6": ("128 cores of Grace", 864, 450.0),
+    "dgx-a100-40": ("2 x 64 cores of EPYC 7742", 1000, 26.3),
+    "dgx-a100": ("2 x 64 cores of EPYC 7742", 2000, 26.3),
+    "dgx-h100": ("2 x 56 cores of Xeon 8480C", 2000, 51.5),
+    "dgx-h200": ("2 x 56 cores of Xeon 8480C", 2000, 52.0),
+    "dgx-b200": ("2 x 56 cores of Xeon 8570", 2000, 52.0),
+    "dgx-b300": ("2 x 64 cores of Xeon 6776P", 2000, 52.0),
+    "gb200-nvl72": ("2 x 72 cores of Grace", 960, 450.0),
+    "gb300-nvl72": ("2 x 72 cores of Grace", 960, 450.0),
+}
+
+
 def _cluster(name, gpu, gpus, domain, nic, nvme, source) -> tuple[str, Cluster]:
-    return name, Cluster(name, GPUS[gpu], gpus, domain, nic, nvme_gbs=nvme, source=source)
+    cpu, host, pcie = HOSTS.get(name, ("", 0.0, 25.0))
+    return name, Cluster(
+        name, GPUS[gpu], gpus, domain, nic, nvme_gbs=nvme, source=source, cpu=cpu, host_gib=host, pcie_gbs=pcie
+    )
 
 
 CLUSTERS: dict[str, Cluster] = dict(
@@ -186,6 +216,23 @@ CLUSTERS: dict[str, Cluster] = dict(
         _cluster("mi300x", "MI300X", 8, 8, 400, 25.0, _UNVERIFIED),
     )
 )
+
+
+def of_gpu(gpu: Gpu, per_node: int) -> Cluster:
+    """Nodes with so many of a GPU, otherwise as its usual cluster."""
+    usual = next((c for c in CLUSTERS.values() if c.gpu.name == gpu.name), CLUSTERS["dgx-h100"])
+    nic = usual.nic_gbs * per_node / usual.gpus_per_node
+    return dataclasses.replace(usual, gpu=gpu, gpus_per_node=per_node, domain=max(per_node, usual.domain), nic_gbs=nic)
+
+
+def of_cpu(devices: int, cores: int, memory_gib: float) -> Cluster:
+    """Virtual devices that share a machine's cores, memory and memory bandwidth: 50 GFLOP/s and 5 GB/s a core (assumed)."""
+    share = cores / devices
+    chip = Gpu(
+        "CPU", dict(bf16=0.05 * share), dict(bf16=0.8), memory_gib / devices, 0.005 * share, 0.8, 1,
+        ((64e3, 0.2 * share), (1e6, 2.0 * share)), 20 * share, "assumed",
+    )  # fmt: skip
+    return Cluster("this machine", chip, devices, devices, 1.0, source="assumed")
 
 
 def find_cluster(name: str) -> Cluster:

@@ -21,13 +21,15 @@ class Framework:
     masked half), fused (memory-bound passes are), sequence_parallel (norms are divided over tensor), scatter (a pipeline
     message is divided over tensor), gradient_bytes (kept of a gradient), reduced_bytes (sent of it), extra_bytes (kept per
     parameter on top of weights, gradients and optimiser), outputs (a stage's output is kept until its backward), logit_bytes
-    (of one logit at the loss), casts (bytes moved to quantise an element of a matmul's input), frozen (base weights have no
-    gradient), overlap_gather (ZeRO-3 fetches the next layer while it computes), ticks (all pipeline ranks in lockstep,
-    vocabulary spread over them).
+    (of one logit at the loss), fragmentation (share of the activations that the allocator holds on top; less where sources
+    print what was allocated, not what was reserved), casts (bytes moved to quantise an element of a matmul's input), frozen
+    (base weights have no gradient), overlap_gather (ZeRO-3 fetches the next layer while it computes), ticks (all pipeline
+    ranks in lockstep, vocabulary spread over them).
 
     Constants: matmul and passes (speed as a share of what the hardware reaches), host_ms (the least time of a layer's
     forward, for the launches), tp_hidden, dp_hidden, pp_hidden (shares of communication under computation), step_ms (fixed
-    time of a step: clipping, logging, data), noise (share of time lost for each doubling of the number of nodes).
+    time of a step: clipping, logging, data), noise (share of time lost for each doubling of the number of nodes), crowding
+    (share of a pipeline's time lost for each other pipeline in its node and each further node of its stages).
     """
 
     name: str
@@ -41,6 +43,7 @@ class Framework:
     extra_bytes: float = 0.0
     outputs: bool = False
     logit_bytes: float = 10.0
+    fragmentation: float = 0.06
     casts: float = 4.0
     frozen: bool = False
     overlap_gather: bool = True
@@ -53,27 +56,39 @@ class Framework:
     pp_hidden: float = 0.3
     step_ms: float = 30.0
     noise: float = 0.003
+    crowding: float = 0.0
 
 
-CONSTANTS = ("matmul", "passes", "host_ms", "tp_hidden", "dp_hidden", "pp_hidden", "step_ms", "noise")
-_OLD = dict(flash=0, causal=False, sequence_parallel=False, tp_hidden=0.0, dp_hidden=0.0, pp_hidden=0.0)
+CONSTANTS = ("matmul", "passes", "host_ms", "tp_hidden", "dp_hidden", "pp_hidden", "step_ms", "noise", "crowding")
+_OLD = dict(matmul=1.05, flash=0, causal=False, sequence_parallel=False, tp_hidden=0.0, dp_hidden=0.0, pp_hidden=0.0)
 
 FRAMEWORKS: dict[str, Framework] = {
     f.name: f
     for f in (
-        Framework("megatron-deepspeed", **_OLD, gradient_bytes=2.0, reduced_bytes=2.0, outputs=True, host_ms=1.1, step_ms=50.0),
+        Framework(
+            "megatron-deepspeed",
+            **_OLD,
+            gradient_bytes=2.0,
+            reduced_bytes=2.0,
+            outputs=True,
+            host_ms=1.1,
+            step_ms=50.0,
+            crowding=0.014,
+        ),
         Framework(
             "megatron-deepspeed-bf16", **_OLD, gradient_bytes=4.0, extra_bytes=2.0, outputs=True, host_ms=0.8, step_ms=100.0
         ),
         Framework("megatron-2021", **_OLD, reduced_bytes=2.0, host_ms=0.5),
         Framework("megascale", flash=2, tp_hidden=0.7, dp_hidden=0.9, pp_hidden=0.9),
-        Framework("zero-bubble", **_OLD, host_ms=0.4),
-        Framework("megatron-core", reduced_bytes=2.0, tp_hidden=0.5, dp_hidden=0.9, pp_hidden=0.5),
+        Framework("zero-bubble", **_OLD, fragmentation=0.02, host_ms=0.4),
+        Framework("megatron-core", fragmentation=0.02, reduced_bytes=2.0, tp_hidden=0.5, dp_hidden=0.9, pp_hidden=0.5),
         Framework("nemo", tp_hidden=0.6, dp_hidden=0.9, pp_hidden=0.5, gradient_bytes=2.0, reduced_bytes=2.0),
-        Framework("nemo-mlperf", tp_hidden=0.5, dp_hidden=0.9, pp_hidden=0.5, gradient_bytes=2.0, reduced_bytes=2.0),
-        Framework("mlperf-eos", tp_hidden=0.75, dp_hidden=0.9, pp_hidden=0.5, gradient_bytes=2.0, reduced_bytes=2.0),
+        Framework("nemo-mlperf", tp_hidden=0.5, dp_hidden=0.65, pp_hidden=0.5, gradient_bytes=2.0, reduced_bytes=2.0),
+        Framework("mlperf-eos", tp_hidden=0.75, dp_hidden=0.65, pp_hidden=0.5, gradient_bytes=2.0, reduced_bytes=2.0),
         Framework("meta", tp_hidden=0.4, dp_hidden=0.9, pp_hidden=0.7),
-        Framework("torchtitan", flash=2, logit_bytes=16.0, tp_hidden=0.0, dp_hidden=0.9, pp_hidden=0.3, scatter=False),
+        Framework(
+            "torchtitan", flash=2, logit_bytes=16.0, outputs=True, tp_hidden=0.0, dp_hidden=0.9, pp_hidden=0.3, scatter=False
+        ),
         Framework(
             "llm-foundry", flash=2, sequence_parallel=False, gradient_bytes=2.0, reduced_bytes=2.0, fused=False, passes=0.7
         ),

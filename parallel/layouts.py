@@ -43,11 +43,12 @@ def proposals(model: Operators, rows: int, gpus: int, cluster: Cluster, fixed: M
     of a microbatch and chunks are powers of two unless given.
     """
     wanted = lambda name, values: [fixed[name]] if name in fixed else list(values)
+    context = fixed.get("context", 1)
     for t in wanted("tensor", (t for t in divisors(model.heads) if t <= cluster.domain)):
         for p in wanted("pipe", (p for p in divisors(gpus // t if gpus % t == 0 else 1) if p <= min(model.layers, 64))):
-            if gpus % (t * p):
+            if gpus % (t * p * context):
                 continue
-            data = gpus // (t * p)
+            data = gpus // (t * p * context)
             if fixed.get("data", data) != data or data > rows * (1 + WITHIN):
                 continue
             shares = [rows // data] if rows % data == 0 else [] if exact else [max(1, round(rows / data))]
@@ -58,7 +59,10 @@ def proposals(model: Operators, rows: int, gpus: int, cluster: Cluster, fixed: M
 
 
 def _inner(model: Operators, t: int, p: int, data: int, share: int, fixed: Mapping, wanted: Callable) -> Iterator[Layout]:
-    if "microbatches" in fixed:
+    if "rows" in fixed:
+        sizes = [fixed["rows"]] if share % fixed["rows"] == 0 else []
+        sizes = [r for r in sizes if fixed.get("microbatches", share // r) == share // r]
+    elif "microbatches" in fixed:
         sizes = [share // fixed["microbatches"]] if share % fixed["microbatches"] == 0 else []
     else:
         sizes = [r for r in (1, 2, 4, 8, 16, 32) if share % r == 0 and (p == 1 or share // r >= p)]
@@ -70,7 +74,15 @@ def _inner(model: Operators, t: int, p: int, data: int, share: int, fixed: Mappi
             for v in wanted("chunks", [v for v in few if p * v <= model.layers] if p > 1 else few[:1]):
                 for remat in wanted("remat", ("none", "selective", "full")):
                     for zero in wanted("zero", (1 if data > 1 else 0,)):
-                        yield Layout(t, p, data, 1, r, share // r, v, name, zero, remat)
+                        for e in wanted("expert", _expert_groups(model, data * t)):
+                            yield Layout(t, p, data, fixed.get("context", 1), r, share // r, v, name, zero, remat, expert=e)
+
+
+def _expert_groups(model: Operators, gpus: int) -> list[int]:
+    """Over how many GPUs a layer's experts may be divided: powers of two, the whole layer at most."""
+    if not model.experts:
+        return [1]
+    return [e for e in (1, 2, 4, 8, 16, 32, 64) if model.experts.count % e == 0 and gpus % e == 0]
 
 
 def _same(a: Estimate, b: Estimate) -> bool:

@@ -22,14 +22,17 @@ GIB = 2**30
 RING = 1.15
 """How much longer attention's kernels take in a causal ring than in one piece (half-blocks of the two halves of a row)."""
 
+FAR = 16
+"""Nodes beyond which distance makes no difference: another part of the fabric."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a step is spread over GPUs.
 
-    data: all data-parallel copies. rows: sequences of a microbatch. zero: 0, 1 (optimiser state shared out), 2 (gradients
-    too) or 3 (parameters too). remat: none, selective (attention's core; 'half': every other layer's or op's) or full.
-    ends: layers that the first and last stage have fewer than the others.
+    data: all data-parallel copies. expert: GPUs, of data x tensor, over which a layer's experts are divided. rows: sequences
+    of a microbatch. zero: 0, 1 (optimiser state shared out), 2 (gradients too) or 3 (parameters too). remat: none, selective
+    (attention's core; 'half': every other layer's or op's) or full. ends: layers that the first and last stage have fewer.
     """
 
     tensor: int = 1
@@ -43,6 +46,7 @@ class Layout:
     zero: int = 0
     remat: str = "none"
     ends: int = 0
+    expert: int = 1
 
     @property
     def gpus(self) -> int:
@@ -75,13 +79,14 @@ class Estimate:
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
     """Seconds of one layer and one microbatch on one GPU: F, B (with what is computed again) and W; of these, exposed
-    tensor and context communication, and memory-bound passes."""
+    tensor, context and expert communication, and memory-bound passes."""
 
     forward: float
     backward: float
     weight: float
     tensor: float
     context: float
+    expert: float
     passes: float
 
 
@@ -91,16 +96,23 @@ def layer_time(model: Operators, length: int, layout: Layout, cluster: Cluster, 
     tokens = layout.rows * length / layout.context
     gemm = [0.0, 0.0, 0.0]
     for op in model.matmuls:
-        n, k = (op.n / t, op.k) if op.split == "n" else (op.n, op.k / t)
-        gemm[0] += matmul(tokens, n, k, gpu, precision, f.matmul)
-        gemm[1] += matmul(tokens, k, n, gpu, precision, f.matmul)
-        gemm[2] += matmul(k, n, tokens, gpu, precision, f.matmul)
+        n, k = op.n / (t if op.split == "n" else 1), op.k / (t if op.split == "k" else 1)
+        rows = tokens if op.split else tokens / t
+        gemm[0] += op.share * matmul(rows, n, k, gpu, precision, f.matmul)
+        gemm[1] += op.share * matmul(rows, k, n, gpu, precision, f.matmul)
+        gemm[2] += op.share * matmul(k, n, rows, gpu, precision, f.matmul)
     queries = length / layout.context
     core = attention(layout.rows, queries, length, model.heads / t, model.head_dim, gpu, f.flash, f.causal)
     share = lambda p: 1 / t if p.split or f.sequence_parallel else 1.0
     moved = sum((p.fused if f.fused else p.plain) * share(p) for p in model.passes)
     if precision != "bf16":  # inputs of the matmuls are cast and transposed, with their largest values sought
-        moved += sum(f.casts * (op.k / t if op.split == "k" else op.k) for op in model.matmuls)
+        moved += sum(op.share * f.casts * (op.k / t if op.split == "k" else op.k) for op in model.matmuls)
+    ep = 0.0
+    if model.experts:
+        own = experts_time(model, tokens / t, layout, cluster, f, precision)
+        gemm, ep = [a + b for a, b in zip(gemm, own[:3])], own[3]
+        if precision != "bf16":
+            moved += f.casts * model.experts.share * model.experts.active * (model.width + model.experts.ffn) / t
     passes = memory(moved * tokens, gpu, f.passes)
     # two all-reduces of the activations each way, or a gather and a scatter in the place of each
     tp = 2 * communication.all_reduce(2 * tokens * model.width, t, 1, cluster) * (1 - f.tp_hidden)
@@ -112,6 +124,7 @@ def layer_time(model: Operators, length: int, layout: Layout, cluster: Cluster, 
         keys = 2 * 2 * tokens * model.kv_heads * model.head_dim / t * (layout.context - 1)
         cp = communication.message(keys, t, cluster)
         cp = max(0.15 * cp, cp - core)
+    tp += ep  # both stand in the way of the same computation
     forward = gemm[0] + core + passes
     again = 0.0
     if layout.remat == "full":
@@ -126,14 +139,38 @@ def layer_time(model: Operators, length: int, layout: Layout, cluster: Cluster, 
     # the launches of a backward are those of B and W together
     F = least(forward + tp + cp, 1.0)
     if layout.microbatches > 1:  # a weight gradient is read, added to and written once a microbatch
-        gemm[2] += memory(2.5 * f.gradient_bytes * model.layer_parameters / t, gpu)
+        gradient = model.layer_parameters / t + model.expert_parameters / layout.expert
+        gemm[2] += memory(2.5 * f.gradient_bytes * gradient, gpu)
     if f.frozen:
         gemm[2] = 0.0
     whole = backward + gemm[2] + tp + 2 * cp + again
     stretched = least(whole, 2.0 if layout.remat == "full" else 1.4 if layout.remat == "half" else 1.2)
     W = gemm[2] * stretched / whole
     again_tp = {"full": 1.0, "half": 0.5}.get(layout.remat, 0.0)
-    return LayerTime(F, stretched - W, W, tp * (2 + again_tp), cp * (3 + again_tp), passes * (2.6 + again_tp))
+    rounds = 2 + again_tp
+    return LayerTime(F, stretched - W, W, (tp - ep) * rounds, cp * (1 + rounds), ep * rounds, passes * (2.6 + again_tp))
+
+
+def experts_time(
+    model: Operators, tokens: float, layout: Layout, cluster: Cluster, f: Framework, precision: str
+) -> tuple[float, float, float, float]:
+    """Of the routed experts of a mean layer: F, B and W of their grouped matmuls, and the exchange of one direction.
+
+    tokens: that this GPU owns. Each is sent to `active` experts and back: two all-to-alls over the expert group, whose GPUs are
+    neighbours. An expert's tokens fill whole tiles of 128 rows.
+    """
+    e, gpu = model.experts, cluster.gpu
+    mine = max(1.0, e.count / layout.expert)
+    rows = tokens * e.active * e.busiest
+    each = rows / mine
+    padded = mine * 128 * math.ceil(each / 128)
+    out = [0.0, 0.0, 0.0]
+    for n, k in ((e.up, model.width), (model.width, e.ffn)):
+        out[0] += matmul(padded, n, k, gpu, precision, f.matmul)
+        out[1] += matmul(padded, k, n, gpu, precision, f.matmul)
+        out[2] += matmul(mine * k, n, each, gpu, precision, f.matmul)
+    sent = communication.all_to_all(2 * rows * model.width, layout.expert, 1, cluster)
+    return *(e.share * x for x in out), 2 * e.share * sent
 
 
 def head_time(model: Operators, length: int, layout: Layout, cluster: Cluster, f: Framework) -> tuple[float, float, float]:
@@ -183,26 +220,30 @@ def estimate(
             layout.schedule, layout.pipe, layout.microbatches, layout.chunks, model.layers, costs, embed, head, layout.ends,
             bubble.Machine(blocking, delay, f.ticks, whole),
         )  # fmt: skip
+    pipe = pipe._replace(seconds=pipe.seconds * (1 + crowding(layout, cluster, f)))
     per_rank = model.layers / layout.pipe
     m = layout.microbatches
     messages = 2 * layout.chunks * blocking * m if layout.pipe > 1 else 0.0
 
     data = reduction(model, pipe.work, layout, cluster, f)
-    update = 0.0 if f.frozen else update_time(model, layout, cluster)
+    update = 0.0 if f.frozen else update_time(model, layout, cluster, f, precision)
     nodes = layout.gpus / cluster.gpus_per_node
     noise = 1 + f.noise * math.log2(max(1.0, nodes))
     step = (pipe.seconds + data) * noise + update + 1e-3 * f.step_ms
     exposed = {
         "tensor": one.tensor * per_rank * m,
         "context": one.context * per_rank * m,
+        "expert": one.expert * per_rank * m,
         "pipe": messages,
         "data": data,
     }
-    compute = pipe.work - exposed["tensor"] - exposed["context"] - messages
+    compute = pipe.work - exposed["tensor"] - exposed["context"] - exposed["expert"] - messages
     parts = dict(compute=compute, bubble=pipe.seconds - pipe.work, **exposed, optimizer=update, fixed=1e-3 * f.step_ms)
     parts["noise"] = step - sum(parts.values())
     # what is uncertain, in log time: the framework's own spread, and each term by how well such terms are known
-    known = dict(compute=0.0, bubble=0.12, tensor=0.25, context=0.4, pipe=0.5, data=0.4, optimizer=0.3, fixed=0.5, noise=1.0)
+    known = dict(
+        compute=0.0, bubble=0.12, tensor=0.25, context=0.4, expert=0.4, pipe=0.5, data=0.4, optimizer=0.3, fixed=0.5, noise=1.0
+    )
     deviation = math.sqrt((spread or 0.07) ** 2 + sum((known[k] * v / step) ** 2 for k, v in parts.items()))
     low, high = step * math.exp(-1.645 * deviation), step * math.exp(1.645 * deviation)
     per_gpu = layout.data * layout.rows * m * length / step / layout.gpus
@@ -220,7 +261,8 @@ def reduction(model: Operators, work: float, layout: Layout, cluster: Cluster, f
     ends = max(model.embedding_parameters, model.head_parameters)
     mine = (model.layers * model.layer_parameters / layout.pipe + ends / (layout.pipe if f.ticks else 1)) / layout.tensor
     if layout.zero >= 3:  # every layer is gathered for F and for B, and its gradient scattered, in every microbatch
-        mine = model.parameters / layout.pipe / layout.tensor
+        mine = (model.parameters - model.layers * model.expert_parameters) / layout.pipe / layout.tensor
+        mine += model.layers * model.expert_parameters / layout.pipe / layout.expert
         rounds = layout.microbatches if layout.pipe == 1 else 1
         gathers = (2 if layout.remat != "none" or layout.pipe == 1 else 1) * rounds
         each = communication.gather(2 * mine / model.layers * layout.pipe, d, stride, cluster) * model.layers / layout.pipe
@@ -228,14 +270,36 @@ def reduction(model: Operators, work: float, layout: Layout, cluster: Cluster, f
         whole = gathers * each + scatter
         hidden = min(whole * f.dp_hidden, 0.85 * work) if f.overlap_gather else 0.0
         return whole - hidden
-    whole = communication.gather(f.reduced_bytes * mine, d, stride, cluster)
-    whole += communication.gather((2.0 if layout.zero else f.reduced_bytes) * mine, d, stride, cluster)
+    there, back = f.reduced_bytes, 2.0 if layout.zero else f.reduced_bytes
+    whole = communication.gather(there * mine, d, stride, cluster) + communication.gather(back * mine, d, stride, cluster)
+    if model.experts:  # an expert has fewer copies, further apart
+        copies, own = d * layout.tensor // layout.expert, model.layers * model.expert_parameters / layout.pipe / layout.expert
+        whole += communication.gather((there + back) * own, copies, layout.expert, cluster)
     # what hides it is the last microbatch's backward (and, with chunks, most of the pipeline's cool-down)
     room = work / layout.microbatches * 0.66 * (layout.chunks if layout.pipe > 1 else 1)
     return whole - min(whole * f.dp_hidden, room)
 
 
-def update_time(model: Operators, layout: Layout, cluster: Cluster) -> float:
-    """Seconds of Adam: 30 bytes a parameter through memory (weights, two moments, gradient, the 16-bit copy)."""
-    mine = model.parameters / layout.tensor / layout.pipe / (layout.data * layout.context if layout.zero else 1)
-    return memory(30 * mine, cluster.gpu, 0.9)
+def crowding(layout: Layout, cluster: Cluster, f: Framework) -> float:
+    """Share of the pipeline's time that is lost where several pipelines share a node's network and messages block.
+
+    A message of a stage that is split over `tensor` comes in parts, from GPUs that share their network with other pipelines
+    at other points of their step; the slowest part counts, and the more nodes a stage fills, the longer and the more crowded
+    is the way to the next.
+    """
+    width = layout.tensor * layout.context
+    nodes, others = width * layout.data / cluster.domain, cluster.domain / width - 1
+    if layout.pipe == 1 or width == 1 or nodes <= 1:
+        return 0.0
+    return f.crowding * max(0.0, others) * (min(nodes, FAR) - 1)
+
+
+def update_time(model: Operators, layout: Layout, cluster: Cluster, f: Framework, precision: str) -> float:
+    """Seconds of Adam, 30 bytes a parameter through memory (weights, two moments, gradient, the 16-bit copy), and of what all
+    of a GPU's parameters need once a step: gradients set to zero, weights cast to fewer bits."""
+    d, routed = layout.data * layout.context, model.layers * model.expert_parameters / layout.pipe
+    dense = (model.parameters / layout.pipe - routed) / layout.tensor
+    mine = dense + routed / layout.expert
+    updated = dense / d + routed / layout.tensor / d if layout.zero else mine
+    once = f.gradient_bytes + (4.0 if precision != "bf16" else 0.0)
+    return memory(30 * updated + once * (updated if layout.zero >= 3 else mine), cluster.gpu, 0.9)

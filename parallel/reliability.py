@@ -32,16 +32,25 @@ def goodput(write_s: float, failure_s: float, interval_s: float, restart_s: floa
 
 
 def run_cost(
-    tokens: float, tokens_per_s: float, gpus: int, gpus_per_node: int, state_bytes: float, nvme_gbs: float, watts: float
+    tokens: float,
+    tokens_per_s: float,
+    gpus: int,
+    gpus_per_node: int,
+    state_bytes: float,
+    nvme_gbs: float,
+    pcie_gbs: float,
+    watts: float,
 ) -> dict[str, float]:
     """Days, GPU-hours, energy, failures, checkpoint interval and goodput of a run, as a dictionary.
 
-    state_bytes: of a checkpoint, written by all nodes to their local disks at nvme_gbs each. watts: of one GPU with its
+    state_bytes: of a checkpoint, copied by all GPUs to their hosts at pcie_gbs each and written by all nodes to their local
+    disks at nvme_gbs each, while training waits. watts: of one GPU with its
     share of the node.
     """
     nodes = max(1.0, gpus / gpus_per_node)
     failure = mean_time_to_failure(nodes)
-    write = max(1.0, state_bytes / nodes / (nvme_gbs * 1e9))  # a second at least: stopping and starting all ranks
+    write = state_bytes / gpus / (pcie_gbs * 1e9) + state_bytes / nodes / (nvme_gbs * 1e9)
+    write = max(1.0, write)  # a second at least: stopping and starting all ranks
     interval = checkpoint_interval(write, failure)
     good = goodput(write, failure, interval)
     training = tokens / tokens_per_s

@@ -34,7 +34,7 @@ def test_one_process(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").write_text("a file")
     usage = collections.namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(5 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 10))
     monkeypatch.setattr(links, "measure", lambda *_: links.Measured("all-reduce", 8, 1.0, ["slow link: a to b"]))
     document = preflight(small(**MESH, data__paths="nowhere"), tmp_path)
     failed = {check["name"]: check["detail"] for check in document["checks"] if not check["ok"]}

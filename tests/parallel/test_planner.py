@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,14 @@ import pytest
 
 from llm import costs, overrides, plan, published
 from llm.families import preset
-from llm.plan_errors import plan_errors, predict, summary
+from llm.layout import as_config, possible
+from llm.plan_errors import choices, plan_errors, predict, predict_run, summary
 from parallel import bubble, communication, frameworks, layouts, reliability
 from parallel.cluster import CLUSTERS, GPUS, find_cluster, find_gpu
 from parallel.errors import UserError
 from parallel.operator_time import matmul
 from parallel.planner import Layout, estimate
+from parallel.schedule.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "experiments/configs/llama3_70b.py"
@@ -140,47 +142,75 @@ def predictions():
 
 
 def test_errors_stay_below_their_ceilings(predictions):
-    """Percent of step time on rows that no fit used; the ceilings leave a little room above what is reached."""
-    table = {entry["suite"]: entry for entry in summary(predictions)}
-    assert table["all"]["mape"] <= 6 < table["all"]["baseline_mape"] / 3
-    assert table["all, complete"]["mape"] <= 5 and table["all, complete"]["median"] <= 3.2
-    assert 80 <= table["all"]["coverage"] <= 98
-    assert table["vtrain_single"]["mape"] <= 8.4
+    """Percent of step time on rows that no fit used, and of the fullest GPU's memory."""
+    table = {entry["suite"]: entry for entry in summary(predictions, published.read(published.RUNS))}
+    assert table["all"]["mape"] <= 5.5 < table["all"]["baseline_mape"] / 3
+    assert table["all, complete"]["mape"] <= 4.5 and table["all, complete"]["median"] <= 3
+    assert 80 <= table["all"]["coverage"] <= 98 and 80 <= table["rows"]["coverage"] <= 98
+    assert table["vtrain_single"]["mape"] <= 8.4 and table["vtrain_multi"]["mape"] <= 5
     for entry in table.values():
         if entry.get("in_all") and entry["n"] >= 5:
-            assert entry["mape"] <= 11 and entry["mape"] < entry["baseline_mape"], entry
+            assert entry["mape"] <= 10 and entry["mape"] < entry["baseline_mape"], entry
+    assert table["all"]["memory_mape"] <= 4 and table["all"]["memory_not_under"] >= 90
 
 
 def test_no_counted_row_is_refused(predictions):
     assert not [p.id for p in predictions if p.counted and p.refused]
-    assert all("mixture of experts" in p.refused for p in predictions if p.refused)
+    assert all("a mixture of experts, and no preset" in p.refused for p in predictions if p.refused)
 
 
 def test_a_fit_uses_a_fifth_of_a_suite_at_most(predictions):
-    size = Counter(p.suite for p in predictions if not p.refused)
+    """Of the counted rows, where a suite has any."""
     used = Counter(p.suite for p in predictions if p.fitted)
+    counted = Counter(p.suite for p in predictions if p.counted)
+    known = Counter(p.suite for p in predictions if not p.refused)
     assert len(set(frameworks.fitted()["rows"])) == len(frameworks.fitted()["rows"]) == sum(used.values())
-    assert all(n <= max(1, size[suite] // 5) for suite, n in used.items())
+    assert all(n <= max(1, (counted[suite] or known[suite]) // 5) for suite, n in used.items())
 
 
 def test_the_planner_picks_a_layout_as_good_as_the_best_measured(predictions):
-    models = defaultdict(list)
-    for p in predictions:
-        if p.suite == "vtrain_multi":
-            models[p.run.model.name].append((p.estimate.step_time_s, p.measured))
-    regrets = [min(runs)[1] / min(time for _, time in runs) - 1 for runs in models.values()]
-    assert len(regrets) == 4 and np.mean(regrets) < 0.05
+    """The four vTrain models: the regret of the first choice among the layouts that were measured, percent."""
+    regrets = [choice["regret_pct"] for choice in choices(predictions) if choice["suite"] == "vtrain_multi"]
+    assert len(regrets) == 4 and np.mean(regrets) <= 2 and max(regrets) < 6
 
 
-def test_zero_bubble_over_one_f_one_b(predictions):
-    """Throughput ratios of ZB-2p and 1F1B that were both measured, within 5 % (within 3 % in the mean)."""
-    runs = {p.id: p for p in predictions if p.suite == "zerobubble_table4"}
-    errors = []
-    for name, p in runs.items():
-        other = runs.get(name.replace("ZB-2p", "1F1B"))
-        if "ZB-2p" in name and other:
-            errors.append(other.estimate.step_time_s / p.estimate.step_time_s / (other.measured / p.measured) - 1)
-    assert len(errors) >= 3 and np.mean(np.abs(errors)) < 0.035 and max(np.abs(errors)) < 0.05
+ZERO_BUBBLE = {  # arXiv 2401.10241, table 4: microbatches, samples/GPU/s of ZB-2p, of 1F1B
+    "1.5B": ((24, 32, 64), (14.5, 14.8, 14.9), (11.8, 12.5, 13.6)),
+    "6.2B": ((24, 32, 64), (4.32, 4.35, 4.39), (3.50, 3.70, 4.03)),
+    "14.6B": ((48, 64, 128), (1.81, 1.83, 1.85), (1.40, 1.49, 1.64)),
+    "28.3B": ((96, 128, 256), (0.99, 1.00, 1.00), (0.76, 0.80, 0.88)),
+}
+
+
+@pytest.mark.parametrize("size", ZERO_BUBBLE)
+def test_zero_bubble_over_one_f_one_b(size):
+    """The ratio of their throughputs within 3 % in all twelve pairs."""
+    row = next(r for r in published.read(published.RUNS) if r["id"].startswith(f"zb-{size}-"))
+    for m, zero, plain in zip(*ZERO_BUBBLE[size]):
+        time = {}
+        for schedule in ("ZB-2p", "1F1B"):
+            changed = row | dict(schedule=schedule, vp="1", gbs_seqs=str(m * int(row["mbs"])))
+            time[schedule] = predict_run(published.parse(changed)).step_time_s
+        assert time["1F1B"] / time["ZB-2p"] == pytest.approx(zero / plain, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "comm", "rates"),
+    [
+        (8, 32, (18513, 18086, 9331), 626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-2p": 0.0039}),
+        (8, 64, (29935, 29621, 19388), 535, {"1f1b": 0.1091, "zb-h1": 0.0554, "zb-2p": 0.0010}),
+        (16, 64, (11307, 11254, 8101), 379, {"1f1b": 0.2082, "zb-h1": 0.1088, "zb-2p": 0.0054}),
+    ],
+)
+def test_bubbles_are_those_of_the_simulator_and_of_the_paper(p, m, costs, comm, rates):
+    """arXiv 2401.10241, tables 5 and 9: pass times in microseconds, bubble rates within half a point."""
+    for name, rate in rates.items():
+        found = bubble.run(name, p, m, 1, p, costs, machine=bubble.Machine(delay=comm))
+        table = bubble.make(name, p, m, 1, tuple(round(c / max(costs), 4) for c in costs) if name == "zb-2p" else (1, 1, 1))
+        simulated = simulate(table, np.outer(np.ones(p), costs), comm)
+        seconds = simulated.rank_span if name.startswith("zb") else simulated.makespan
+        assert found.bubble == pytest.approx(1 - m * sum(costs) / seconds, abs=1e-9)
+        assert found.bubble == pytest.approx(rate, abs=0.005)
 
 
 def test_only_inputs_are_read(tmp_path):
@@ -220,7 +250,17 @@ def test_one_suite_as_json():
     result = main("plan_errors", "--suite=bloom", "--json")
     table = json.loads(result.stdout)
     assert table[0]["suite"] == "bloom" and set(table[0]) >= {"n", "fitted", "refused", "mape", "coverage"}
+    assert table[0]["memory_n"] == 10 and table[0]["complete_n"] <= table[0]["n"]
     assert main("plan_errors", "--suite=blom").returncode == 2
+
+
+def test_tables_of_choices_and_memory():
+    found, text = plan_errors(suite="bloom", table="choices")
+    assert all(c["regret_pct"] >= 0 and c["layouts"] >= 3 for c in found) and "mean regret" in text
+    lines, text = plan_errors(suite="bloom", table="memory")
+    assert len(lines) == 10 and set(lines[0]) >= {"id", "measured", "predicted_gib", "error_pct"} and "10 rows" in text
+    with pytest.raises(UserError, match="choices"):
+        plan_errors(table="choice")
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -256,7 +296,7 @@ def test_a_plan_for_a_thousand_gpus():
         assert layout["low_s"] < layout["step_time_s"] < layout["high_s"]
         assert len(layout["memory_per_rank_gib"]) == mesh["pipe"]
         assert max(layout["memory_per_rank_gib"]) == layout["peak_memory_gib"] <= document["memory_limit_gib"]
-        assert set(layout["exposed_s"]) == {"tensor", "context", "pipe", "data"}
+        assert set(layout["exposed_s"]) == {"tensor", "context", "expert", "pipe", "data"}
         assert 0.1 < layout["mfu"] < 0.7
         assert sum(layout["parts_s"].values()) == pytest.approx(layout["step_time_s"])
     assert 0.8 < document["run"]["goodput"] < 1 and document["run"]["days"] > 50
@@ -275,21 +315,21 @@ def test_the_trainer_takes_every_layout_that_is_found():
         some = list(layouts.proposals(model, rows, gpus, CLUSTERS["nd-h100-v5"], {}, exact=draw.random() < 0.5))
         for layout in draw.sample(some, min(20, len(some))):
             seen += 1
-            if plan.possible(small, layout):
+            if possible(small, layout):
                 allowed += 1
-                resolved = plan.as_config(small, layout).validate(layout.gpus)
+                resolved = as_config(small, layout).validate(layout.gpus)
                 assert resolved.mesh.product == gpus
                 if layout.pipe * layout.microbatches < 300:
                     make_table(resolved, "compute")
     assert allowed > 400
-    assert not plan.possible(small, Layout(tensor=3, pipe=1, data=2, microbatches=1))
+    assert not possible(small, Layout(tensor=3, pipe=1, data=2, microbatches=1))
 
 
 def test_given_fields_are_kept():
-    changes = [("mesh.tensor", "8"), ("mesh.pipe", "8"), ("pipeline.chunks", "2"), ("pipeline.remat", "selective")]
+    changes = [("mesh.tensor", "8"), ("mesh.pipe", "8"), ("pipeline.chunks", "2"), ("pipeline.remat", "full")]
     document, _, code = plan.plan(config(*changes), "nd-h100-v5", 1024, 4 * 10**6, changes)
     kept = {(d["mesh"]["tensor"], d["mesh"]["pipe"], d["chunks"], d["remat"]) for d in document["layouts"]}
-    assert code == 0 and kept == {(8, 8, 2, "selective")}
+    assert code == 0 and kept == {(8, 8, 2, "full")}
     changes = [("pipeline.schedule", "zb-v"), ("mesh.pipe", "8")]
     document, _, code = plan.plan(config(*changes), "nd-h200-v5", 512, 4 * 10**6, changes)
     assert code == 0 and {(d["schedule"], d["chunks"], d["mesh"]["pipe"]) for d in document["layouts"]} == {("zb-v", 2, 8)}
@@ -304,17 +344,22 @@ def test_given_fields_are_kept():
 def test_one_measured_run_predicts_the_same_job_on_more_gpus():
     """GPT-3 175B in FP8 with the constants of the 512-GPU run alone: 8 microbatches instead of 128 cost a bubble and more."""
     gpt3 = overrides.load(str(ROOT / "experiments/configs/gpt3_175b.py"))
-    changes = [("mesh.tensor", "4"), ("mesh.pipe", "8"), ("pipeline.chunks", "12"), ("pipeline.remat", "none")]
-    other = dict(framework="mlperf-eos", precision="fp8")
+    given = [("mesh.tensor", "4"), ("mesh.pipe", "8"), ("pipeline.chunks", "12"), ("pipeline.remat", "none")]
+    other = dict(framework="mlperf-eos", precision="fp8", microbatch_rows=1)
     steps = {}
-    for gpus, rows in ((512, 2048), (10752, 2688)):
-        given = [*changes, ("pipeline.microbatches", str(rows // (gpus // 32)))]
+    for gpus, rows in ((512, 2048), (1536, 3072), (10752, 2688)):
         document, _, code = plan.plan(overrides.apply(gpt3, given), "dgx-h100", gpus, rows * 2048, given, **other)
         best = document["best"]
-        assert code == 0 and best["microbatches"] == rows // (gpus // 32) and best["low_s"] < best["high_s"]
+        assert (
+            code == 0 and best["microbatches"] == rows // (gpus // 32) and best["low_s"] < best["step_time_s"] < best["high_s"]
+        )
         steps[gpus] = best["step_time_s"]
     assert steps[512] == pytest.approx(11.0539, rel=0.03)  # the row that was fitted
-    assert 11.0539 * 8 / 128 < steps[10752] < 1.6 * 11.0539 * 8 / 128
+    assert 1 < steps[10752] / (11.0539 * 8 / 128) < 1.6
+    with pytest.raises(UserError, match="1000 GPUs"):
+        plan.plan(overrides.apply(gpt3, given), "dgx-h100", 1000, 2048 * 2048, given, **other)
+    with pytest.raises(UserError, match="microbatch_rows"):
+        plan.plan(gpt3, "dgx-h100", 512, 2048 * 2048, **other | dict(microbatch_rows=-1))
 
 
 def test_nothing_fits():
@@ -343,12 +388,12 @@ def test_sweep_and_page(tmp_path):
         "--gpus=256",
         "--batch_tokens=2M",
         "--tokens=1T",
-        "--sweep=64:256",
+        "--sweep=64:300",
         f"--html={page}",
         "--json",
     )
     document = json.loads(result.stdout)
-    assert [point["gpus"] for point in document["sweep"]] == [64, 128, 256]
+    assert [point["gpus"] for point in document["sweep"]] == [64, 128, 256, 300]
     text = page.read_text()
     assert text.count("<svg") == 3 and "srcdoc" in text and "http" not in text.replace("http://www.w3.org", "")
 
