@@ -278,6 +278,6 @@ def spills() -> list[dict[str, Any]]:
         for line in report.read_text(errors="replace").splitlines():
             if found := re.search(r"(?:Function properties for|Compiling entry function) '?([\w.$]+)", line):
                 name = found[1]
-            if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            if found := re.search(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
                 worst[name] = max(int(found[1]) + int(found[2]), worst.get(name, 0))
     return [dict(kernel=name, bytes=size) for name, size in sorted(worst.items(), key=lambda row: -row[1]) if size]

@@ -102,8 +102,10 @@ def kernel_name(i: hlo.Instruction, products: Collection[tuple[str, ...]]) -> st
         return "cublas matmul"
     if i.target.startswith("__cudnn"):
         return "cudnn " + i.target.removeprefix("__cudnn").strip("$")
-    if i.target.startswith(KERNELS):  # written by hand: its own name follows
+    if i.target.startswith(KERNELS):  # written by hand: its own name follows, or is in its place in the program
         back_end, _, name = i.target.rpartition(" ")
+        if not back_end:
+            back_end, name = i.target, i.source.rpartition("/")[0].rpartition("/")[2]
         return f"{'mosaic' if 'mosaic' in back_end else 'triton'} {name}"
     return i.target
 

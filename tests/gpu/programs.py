@@ -105,9 +105,7 @@ def step(target, document):
     """Facts of the compiled training step of a configuration, and where its permutes, gathers and copies of weights lie."""
     if document.get("planted"):
         Executor._f_slot = gathering(Executor._f_slot)
-    config = from_dict(document["config"], Config)
-    program = build(config, deviceless.devices(target, config.mesh.product))
-    program.arguments  # noqa: B018 - see llm/compile.py
+    program = described(target, document["config"])
     with jax.default_device(program.devices[0]), jax.set_mesh(program.mesh):
         text = program.traced.lower().compile().as_text()
     found = hlo.instructions(text)
@@ -133,6 +131,20 @@ def step(target, document):
         fingerprint=program.fingerprint(),
         steady=steady[0],
     )
+
+
+def described(target, config):
+    """The program of a configuration on described GPUs."""
+    config = from_dict(config, Config)
+    program = build(config, deviceless.devices(target, config.mesh.product))
+    program.arguments  # noqa: B018 - see llm/compile.py
+    return program
+
+
+def fingerprint(target, config):
+    program = described(target, config)
+    with jax.default_device(program.devices[0]):
+        return program.fingerprint()
 
 
 def gathering(slot):

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from llm.fields import to_dict
 from llm.kernels.backends import TABLE
 from parallel import deviceless
 
@@ -89,3 +91,22 @@ def test_heads_are_split_over_the_tensor_axis_without_communication(backend):
     found = call("h100", "by_heads", backend=backend)
     assert found["collectives"] == []
     assert found["kernels"] == KERNELS[backend]
+
+
+@pytest.mark.parametrize("backend", ["pallas", "mosaic"])
+def test_a_pipeline_step_runs_each_kernel_once_and_gathers_nothing_for_it(backend):
+    """Two stages and a tensor axis under selective remat: as many forward kernels as backward ones, and over the tensor axis
+    only the sums of the layers' outputs and of the loss."""
+    config = Config(
+        model=ModelConfig(layers=2, width=256, heads=4, vocab=512),
+        mesh=MeshConfig(pipe=2, tensor=2),
+        batch=BatchConfig(8, 256),
+        pipeline=PipelineConfig(schedule="1f1b", microbatches=2),
+        train=TrainConfig(dtype="bfloat16", attention=backend),
+    )
+    found = deviceless.call("h100", "llm.compile:compiled_facts", dict(config=to_dict(config), per_host=4))
+    counts = {row["name"].split()[1]: row["count"] for row in found["kernels"] if "attention_" in row["name"]}
+    assert sorted(counts) == KERNELS[backend]
+    assert len(set(counts.values())) == 1, counts
+    assert found["attention"].startswith(backend)
+    assert {c["kind"] for c in found["collectives"] if "tensor" in c["axis"]} == {"all-reduce"}
