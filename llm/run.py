@@ -97,10 +97,13 @@ class Source:
         run, step = config.init_source() or (None, None)
         if run is None:
             return None
-        load_config(run)
-        check_resume(run, config, MODEL)
-        checkpoints = Checkpoints(Path(run) / CHECKPOINTS, 1)
-        step = pick_step(checkpoints, Path(run), step)
+        try:
+            load_config(run)
+            check_resume(run, config, MODEL)
+            checkpoints = Checkpoints(Path(run) / CHECKPOINTS, 1)
+            step = pick_step(checkpoints, Path(run), step)
+        except UserError as error:
+            raise UserError(f"init_from={config.init_from}: {error}") from error
         return cls(config.init_from, checkpoints, step, checkpoints.meta(step).get("tokenizer"))
 
     def params(self, program: Any) -> Any:

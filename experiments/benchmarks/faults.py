@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -142,8 +143,8 @@ class Job:
         return [int(path.name.removesuffix(UNFINISHED)) for path in found]
 
     def resumed_from(self) -> int:
-        words = [line for line in self.text().splitlines() if line.startswith("resuming from step ")]
-        return int(words[0].split()[-1]) if words else 0
+        found = re.search(r"^resuming from step (\d+)|is finished: step (\d+) of", self.text(), re.MULTILINE)
+        return int(found[1] or found[2]) if found else 0
 
     def records(self) -> list[dict]:
         times = ("step_time_s", "tokens_per_s", "mfu")
