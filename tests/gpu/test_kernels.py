@@ -95,8 +95,8 @@ def test_heads_are_split_over_the_tensor_axis_without_communication(backend):
 
 @pytest.mark.parametrize("backend", ["pallas", "mosaic"])
 def test_a_pipeline_step_runs_each_kernel_once_and_gathers_nothing_for_it(backend):
-    """Two stages and a tensor axis under selective remat: as many forward kernels as backward ones, and over the tensor axis
-    only the sums of the layers' outputs and of the loss."""
+    """Two stages and a tensor axis under selective remat: no more forward kernels than backward ones (under full remat there
+    are twice as many), and over the tensor axis only the sums of the layers' outputs and of the loss."""
     config = Config(
         model=ModelConfig(layers=2, width=256, heads=4, vocab=512),
         mesh=MeshConfig(pipe=2, tensor=2),
@@ -107,6 +107,7 @@ def test_a_pipeline_step_runs_each_kernel_once_and_gathers_nothing_for_it(backen
     found = deviceless.call("h100", "llm.compile:compiled_facts", dict(config=to_dict(config), per_host=4))
     counts = {row["name"].split()[1]: row["count"] for row in found["kernels"] if "attention_" in row["name"]}
     assert sorted(counts) == KERNELS[backend]
-    assert len(set(counts.values())) == 1, counts
+    forward = counts[KERNELS[backend][-1]]
+    assert 0 < forward <= counts["attention_dq"] == counts["attention_dkv"], counts
     assert found["attention"].startswith(backend)
     assert {c["kind"] for c in found["collectives"] if "tensor" in c["axis"]} == {"all-reduce"}
