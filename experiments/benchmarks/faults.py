@@ -23,6 +23,7 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -338,10 +339,8 @@ def child(inside: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         os.rename = last
-    from llm.commandline import dispatch
-    from main import COMMANDS
-
-    sys.exit(dispatch(COMMANDS, sys.argv[2:]))
+    sys.argv = [str(ROOT / "main.py"), *sys.argv[2:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def main() -> int:
