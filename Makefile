@@ -1,4 +1,4 @@
-# make demo | real | test | test-gpu-compile | smoke | lint | setup | setup-gpu-compile   [PYTHON=name or path of an interpreter]   [ARGS=more arguments for pytest]
+# make demo | real | parity | lm_eval | test | test-gpu-compile | smoke | lint | setup | setup-gpu-compile   [PYTHON=name or path of an interpreter]   [ARGS=more arguments for pytest]
 #
 # python3 gets the environment .venv, any other interpreter one of its own, such as .venv-python3.12.
 

@@ -52,7 +52,7 @@ class Decoder:
         per_shard = -(-rows // shards)
         self.microbatches = min(per_shard, table.stages)
         self.shape = (self.microbatches, shards * -(-per_shard // self.microbatches))  # microbatches and rows of each
-        # On one CPU device a text costs what reading its weights costs, so these are never copied: one chunk, and see Plan.
+        # Without a pipeline, a token costs a CPU what reading the weights costs, so these are never copied: see Plan.apart.
         self.apart = program.devices[0].platform == "cpu" and table.stages == 1
         placement, chunks = ("linear", 1) if self.apart else (table.placement, table.chunks)
         self.layout = make_layout(program.layout.layers, placement, 1, 1) if self.apart else program.layout
@@ -80,8 +80,9 @@ class Decoder:
         """Use these parameters of the program, in compute precision and whole over `data`."""
         self.forget()
         types, shardings, cast = self._wanted
-        same = lambda: jax.tree.map(lambda a, t, s: a.dtype == t and a.sharding == s, params, types, shardings)
-        self.params = params if not self.apart and all(jax.tree.leaves(same())) else cast(params)
+        fits = lambda a, t, s: a.dtype == t and a.sharding == s
+        ready = not self.apart and all(jax.tree.leaves(jax.tree.map(fits, params, types, shardings)))
+        self.params = params if ready else cast(params)
 
     @functools.cached_property
     def _wanted(self) -> tuple[Any, Any, Any]:

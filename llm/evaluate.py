@@ -133,20 +133,20 @@ def samples_path(workdir: str | Path, step: int, name: str) -> Path:
 
 
 def _score(run: Run, scorer: Scorer, task: Task, journal: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The samples of a task. The journal is a line with the setting, then a line [key, logprob, tokens, greedy] a row."""
+    """The samples of a task. The journal is a line with the setting, then a line for each row: key, score."""
     choices = [choice for document in task.documents for choice in document.choices]
     twins = [(i, choice) for i, choice in enumerate(choices) if choice.unconditional is not None]
     pairs = [(c.context, c.continuation) for c in choices] + [(c.unconditional or "", c.continuation) for _, c in twins]
     rows = encode(run.tokenizer, pairs, scorer.limit)
     every = list(dict.fromkeys(row for part in rows for row in part))
     lines = read_jsonl(journal)
-    known = {key: Score(*score) for key, *score in lines[1:]} if lines[:1] == [setting] else {}
-    kept = [[row.key, *known[row.key]] for row in every if row.key in known]
+    known = {line["key"]: Score(*line["score"]) for line in lines[1:]} if lines[:1] == [setting] else {}
+    kept = [dict(key=row.key, score=known[row.key]) for row in every if row.key in known]
     write_atomically(journal, "".join(json.dumps(line) + "\n" for line in [setting, *kept]))
     scores: dict[Row, Score] = {row: known[row.key] for row in every if row.key in known}
     with open(journal, "a") as file, _Progress(task.name, len(every), len(scores)) as progress:
         for batch in scorer(run.params, [row for row in every if row not in scores]):
-            file.writelines(json.dumps([row.key, *score]) + "\n" for row, score in batch.items())
+            file.writelines(json.dumps(dict(key=row.key, score=score)) + "\n" for row, score in batch.items())
             file.flush()
             scores |= batch
             progress.show(len(scores))

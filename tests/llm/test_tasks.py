@@ -234,11 +234,11 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
         evaluate_tasks(folder, [name])
     journal = samples_path(folder, 3, name).with_suffix(".journal")
     with open(journal, "a") as file:
-        file.write('["torn')
+        file.write('{"key": "torn')
     assert evaluate_tasks(folder, [name]) == want and batch == [7, 3]
     assert "4 of 7 requests were scored before" in capsys.readouterr().out and not journal.exists()
     # of another setting nothing is taken over
-    journal.write_text('{"step": 2}\n["key", -1.0, 1, true]\n')
+    journal.write_text('{"step": 2}\n{"key": "key", "score": [-1.0, 1, true]}\n')
     assert evaluate_tasks(folder, [name]) == want and batch == [7, 3, 7]
 
 
