@@ -143,7 +143,7 @@ class PipelineConfig:
     remat: str = option("selective", "what the backward computes again", ("none", "selective", "full"))
     unroll: str = option("auto", "layers of a chunk one by one, not as a loop; auto: if few, on a GPU", ("auto", "yes", "no"))
     layers_per_chunk: tuple[int, ...] = option((), "layers of each chunk in the order of the model; empty: even")
-    memory: float = option(0.0, "microbatches of a full rank that a rank may hold (auto, fitted schedules); 0: any", low=0)
+    memory: float = option(0.0, "microbatches of a full rank that a rank may hold; 0: any, or the schedule's own", low=0)
     backward: str = option("auto", "input and weight gradients in one action or two", ("auto", "whole", "split"))
 
 
@@ -334,6 +334,8 @@ class Config:
         traced = config.profile_range()
         if traced and traced[1] > config.train.steps:
             raise UserError(f"profile={config.profile} goes past the last step, train.steps={config.train.steps}")
+        if 0 < config.train.spike <= 1:
+            raise UserError(f"train.spike={config.train.spike} would skip usual updates: a multiple above 1, or 0 for no limit")
         if config.train.samples_every and not config.train.sample_prompt:
             raise UserError("train.sample_prompt is empty: a sample continues the start of a text")
         return config

@@ -25,7 +25,7 @@ REFUSED = ("model.", "optimizer.name", "data.")
 MODEL = ("model.",)
 TRAINING = ("model.dropout", "model.z_loss")
 # Changing these changes what the next steps compute: allowed, and said. All else (layout, schedule, saving) does not.
-TOLD = ("batch.", "optimizer.", "train.seed", "train.steps", "train.dtype")
+TOLD = ("batch.", "optimizer.", "train.seed", "train.steps", "train.dtype", "train.spike", "train.rollback")
 
 
 @contextlib.contextmanager

@@ -96,6 +96,7 @@ def test_scripts_go_on_after_failures_until_they_are_in_vain(tmp_path, monkeypat
 def test_mpirun_trains_stops_after_a_signal_and_goes_on(tmp_path, monkeypatch):
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMPI_MCA_plm", "isolated")  # one machine: no ssh is needed
     run = Run(tmp_path)
     script = ["bash", "experiments/launch/mpirun.sh", "-n", "2", "--oversubscribe", "--", *run.flags]
     with running([script], tmp_path / "first") as children:

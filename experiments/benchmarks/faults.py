@@ -218,7 +218,7 @@ class Campaign:
             if mounted:
                 subprocess.run(["umount", str(folder)], check=True)
         self.trials += 1
-        self.faults[kind] += 1
+        self.faults["kill" if kind == "kill" else fault] += 1
         self.most_lost = max(self.most_lost, lost)
         self.survived += not problem
         if kind == "kill":

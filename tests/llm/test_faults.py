@@ -339,6 +339,8 @@ def test_the_limit_of_the_gradient_norm():
     skips.note(200, float("nan"), True)
     assert skips.limit(202) == 3.0 * np.median(range(200 - WINDOW, 200))
     assert Skips(0.0, 3).limit(5) is None
+    with pytest.raises(UserError, match=r"train\.spike=0\.9 would skip usual updates"):
+        tiny(train__spike=0.9).validate()
 
 
 # ------------------------------------------------------------------------------------------- a step that hangs
