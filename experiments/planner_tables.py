@@ -43,6 +43,7 @@ def ablation() -> str:
         "without the bubble": patch.object(planner.bubble, "run", no_bubble),
         "without tensor communication": constants(tp_hidden=1.0),
         "without the gradient reduction": patch.object(planner, "reduction", lambda *a: 0.0),
+        "without crowding": constants(crowding=0.0),
         "without pipeline messages": patch.object(planner.communication, "message", lambda *a: 0.0),
         "without launches": constants(host_ms=0.0),
         "without optimiser and fixed time": patch.multiple(planner, update_time=lambda *a: 0.0),

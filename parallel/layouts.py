@@ -134,6 +134,14 @@ def search(
                 fits.append(full)
         elif nearest is None or full.peak_memory_gib < nearest.peak_memory_gib:
             nearest = full
+    if not fits and not closed:  # the closed form is of another schedule: try those that hold least
+        for rough in sorted(quick, key=lambda e: e.peak_memory_gib)[:TRIES]:
+            try:
+                full = guess(rough.layout, False) if possible(rough.layout) else None
+            except UserError:
+                continue
+            if full and full.peak_memory_gib <= limit:
+                fits.append(full)
     if not fits and nearest is None:
         given = ", ".join(f"{name} {value}" for name, value in fixed.items())
         raise UserError(
@@ -141,4 +149,4 @@ def search(
             f"{model.heads} heads, pipe x chunks is at most {model.layers} (layers), and data x microbatches divides the rows"
         )
     fits.sort(key=lambda e: -e.tokens_per_s_per_gpu)
-    return Search(fits, nearest, looked_at)
+    return Search(fits[:shown], nearest, looked_at)
