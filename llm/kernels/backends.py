@@ -59,9 +59,9 @@ class Capability:
             high = self.older
         missing = [what for name, what in FEATURES.items() if name in need.features - self.features]
         if platform not in self.platforms:
-            return f"a {platform}"
+            return f"attention on a {platform}"
         if self.devices and not _is(device, self.devices):
-            return f"a {device or platform}"
+            return f"attention on a {device or platform}"
         if need.dtype not in self.dtypes:
             return f"the type {need.dtype}"
         if not low <= need.head_dim <= high or need.head_dim % step:

@@ -65,7 +65,7 @@ def test_what_a_gpu_gets_depends_on_what_is_asked_and_which_it_is(monkeypatch):
     assert chosen("float32", 512) == "chunked"
     assert chosen("bfloat16", 64, asked="mosaic") == "mosaic"
     for device, name in ((a100, "mosaic"), ("NVIDIA B200", "mosaic"), (a100, "tokamax")):
-        with pytest.raises(UserError, match=f"{name} cannot do a {device}"):
+        with pytest.raises(UserError, match=f"{name} cannot do attention on a {device}"):
             chosen("bfloat16", 64, device=device, asked=name)
 
 
@@ -104,7 +104,7 @@ def test_a_run_names_the_back_end_and_takes_the_one_it_is_asked_for():
         assert program.describe()["attention"] == f"{name} ({TABLE[name].what})"
         assert ("attention_forward" in names(program)) == (name == "pallas")
     program = build(dataclasses.replace(config, train=TrainConfig(attention="cudnn")), jax.devices()[:1])
-    with pytest.raises(UserError, match="cudnn cannot do a cpu"):
+    with pytest.raises(UserError, match="cudnn cannot do attention on a cpu"):
         program.describe()
 
 

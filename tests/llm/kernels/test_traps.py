@@ -205,8 +205,8 @@ def by_generation(backend):
     lacks = lambda name, dim, device: TABLE[name].lacks(Need("bfloat16", dim), "gpu", device)
     assert lacks("cudnn", 256, A100) == "heads of size 256"
     assert "heads" not in lacks("cudnn", 256, H100)
-    assert lacks("mosaic", 64, A100) == f"a {A100}"
-    assert lacks("mosaic", 64, "NVIDIA B200") == "a NVIDIA B200"
+    assert lacks("mosaic", 64, A100) == f"attention on a {A100}"
+    assert lacks("mosaic", 64, "NVIDIA B200") == "attention on a NVIDIA B200"
     assert lacks("pallas", 256, A100) == ""
 
 
