@@ -102,7 +102,7 @@ def _ways(axis: str | None, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[a] for a in RULES.get(axis, ()))
 
 
-def partition(spec: ParamSpec, layout: Layout, sizes: Mapping[str, int]) -> PartitionSpec:
+def partition(spec: ParamSpec, sizes: Mapping[str, int]) -> PartitionSpec:
     """How compute sees a parameter: layers over `pipe`, logical axes by RULES, whole over the batch axes."""
     own = [
         RULES[axis] if axis in RULES and (axis in PADDED or n % _ways(axis, sizes) == 0) else None
@@ -116,7 +116,7 @@ def zero_dim(spec: ParamSpec, layout: Layout, sizes: Mapping[str, int], zero: in
     """The dimension of a leaf in memory that ZeRO splits over `data`: the largest whole one that divides, or None."""
     if not zero or sizes["data"] == 1:
         return None
-    shape, axes = memory_shape(spec, layout, sizes), partition(spec, layout, sizes)
+    shape, axes = memory_shape(spec, layout, sizes), partition(spec, sizes)
     free = [d for d, n in enumerate(shape) if _split(axes[d], sizes) == 1 and n % sizes["data"] == 0]
     return max(free, key=lambda d: (shape[d], d), default=None)
 

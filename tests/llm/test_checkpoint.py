@@ -63,7 +63,7 @@ class Setup:
         transform = make_optimizer(config, SPECS)
 
         def shard(s, zero):
-            parts = sharding.partition(s, layout, sizes)
+            parts = sharding.partition(s, sizes)
             return NamedSharding(self.mesh, sharding.with_axis(parts, sharding.zero_dim(s, layout, sizes, zero), "data"))
 
         params = over(lambda s: jax.ShapeDtypeStruct(sharding.memory_shape(s, layout, sizes), jnp.float32))

@@ -8,7 +8,7 @@ def v_table(stages: int, microbatches: int, backward: str) -> Table:
 
     def rank(r: int) -> tuple[Action, ...]:
         units = [(c, i) for c in range(2) for i in range(microbatches)]
-        units.sort(key=lambda unit: 2 * unit[1] + stage_of("v", stages, 2, r, unit[0]))
+        units.sort(key=lambda unit: 2 * unit[1] + stage_of("v", stages, r, unit[0]))
         kinds = ("BW",) if backward == "whole" else ("B", "W")
         back = [Action(kind, *unit) for kind in kinds for unit in reversed(units)]
         return (*(Action("F", *unit) for unit in units), *back)

@@ -72,7 +72,7 @@ def test_the_vocabulary_is_padded_until_it_divides(tensor, pipe, rows):
     sizes = ONE | dict(tensor=tensor, pipe=pipe)
     table = spec((101, 16), ("vocab", None))
     assert memory_shape(table, FLAT, sizes) == (rows, 16)
-    assert partition(table, FLAT, sizes) == P(("pipe", "tensor"), None)
+    assert partition(table, sizes) == P(("pipe", "tensor"), None)
     assert stored(table, FLAT).shape == (101, 16)
     assert stored(table, FLAT).index_CPL is None
 
@@ -82,7 +82,7 @@ def test_a_stacked_parameter_has_the_layout_in_front():
     query = spec((16, 8, 4), (None, "heads", None), stacked=True)
     sizes = ONE | dict(tensor=4, pipe=2, data=2)
     assert memory_shape(query, layout, sizes) == (2, 2, 2, 16, 8, 4)
-    assert partition(query, layout, sizes) == P(None, "pipe", None, None, "tensor", None)
+    assert partition(query, sizes) == P(None, "pipe", None, None, "tensor", None)
     assert stored(query, layout).shape == (7, 16, 8, 4)
     np.testing.assert_array_equal(stored(query, layout).index_CPL, layout.index_CPL)
 
@@ -91,10 +91,10 @@ def test_a_stacked_parameter_has_the_layout_in_front():
 def test_fewer_kv_heads_than_tensor_ranks_are_replicated(tensor, split):
     sizes = ONE | dict(tensor=tensor)
     key = spec((16, 2, 4), (None, "kv_heads", None), stacked=True)
-    assert partition(key, FLAT, sizes)[4] == ("tensor" if split else None)
+    assert partition(key, sizes)[4] == ("tensor" if split else None)
     assert memory_shape(key, FLAT, sizes)[3:] == (16, 2, 4)  # never padded
     three = spec((16, 3, 4), (None, "kv_heads", None), stacked=True)
-    assert partition(three, FLAT, ONE | dict(tensor=2))[4] is None
+    assert partition(three, ONE | dict(tensor=2))[4] is None
 
 
 def test_zero_splits_the_largest_whole_dimension_that_divides():
