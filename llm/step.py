@@ -87,7 +87,7 @@ class Program:
 
     @property
     def unroll(self) -> bool:
-        """Whether the layers of a chunk stand one after another in the program. Only so does XLA run sums over `tensor` behind
+        """Whether the layers of a chunk stand one after another in the program. Only so can XLA run sums over `tensor` behind
         other products of the slot; a loop compiles faster, and on a CPU nothing would overlap."""
         asked = self.config.pipeline.unroll
         few = self.devices[0].platform != "cpu" and self.layout.slots <= UNROLLED

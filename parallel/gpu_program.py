@@ -113,9 +113,17 @@ def kernel_name(i: hlo.Instruction, products: Collection[tuple[str, ...]]) -> st
 def parameter_copies(found: list[hlo.Instruction], shapes: Collection[tuple[str, tuple[int, ...]]]) -> list[hlo.Instruction]:
     """The instructions that copy a layer's weights out of the stack of all of them, to be read by something else.
 
-    shapes: (type, dimensions) of the stacked weights [chunks, slots, ...] of one GPU."""
-    layers = {(dtype, (1, 1, *dims[2:])) for dtype, dims in shapes}
-    size = lambda result: (result[0], math.prod(result[1]))
-    written = {(*i.path, callee): {size(r) for r in i.results} for i in found if i.kind == "fusion" for callee in i.calls}
-    slices = (i for i in found if i.kind == "dynamic-slice" and i.results[0] in layers)
-    return [i for i in slices if not i.fused or size(i.results[0]) in written.get(i.path, ())]
+    shapes: (type, dimensions) of the stacked weights [chunks, slots, ...] of one GPU. The compiler may have moved dimensions,
+    and may copy several weights side by side; what is sliced to be added to and written back is an accumulator."""
+    plain = lambda dims: tuple(sorted(n for n in dims if n > 1))
+    layers = {(dtype, plain(dims[2:])) for dtype, dims in shapes}
+    written = {(*i.path, callee): i.results for i in found if i.kind == "fusion" for callee in i.calls}
+    updating = {i.path for i in found if i.kind == "dynamic-update-slice"}
+
+    def copies(i: hlo.Instruction) -> bool:
+        dtype, dims = i.results[0]
+        if (dtype, plain(dims)) not in layers or (i.fused and i.path in updating):
+            return False
+        return not i.fused or any(t == dtype and math.prod(d) >= math.prod(dims) for t, d in written.get(i.path, ()))
+
+    return [i for i in found if i.kind == "dynamic-slice" and copies(i)]

@@ -110,11 +110,8 @@ def step(target, document):
         text = program.traced.lower().compile().as_text()
     found = hlo.instructions(text)
     steady = max((i.loops for i in found if len(i.loops) == 1), key=lambda loops: loops[0])
-    hidden = {
-        start: [f"{i.kind} {i.target}" if i.kind == "custom-call" else i.kind for i in between]
-        for start, between in gpu_program.overlaps(found).items()
-    }
-    permutes = {c.source: hidden[c.begun] for c in found if c.kind == "collective-permute" and c.loops == steady}
+    hidden = {start: sum(i.flops for i in between) for start, between in gpu_program.overlaps(found).items()}
+    permutes = [hidden[c.begun] for c in found if c.kind == "collective-permute" and c.loops == steady]
     stacks = weight_stacks(program)
     copied = defaultdict(int)
     for copy in gpu_program.parameter_copies(found, stacks):

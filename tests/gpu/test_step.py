@@ -34,15 +34,16 @@ def rows(step, kind, axis):
     return [row for row in step["facts"]["collectives"] if (row["kind"], row["axis"]) == (kind, axis)]
 
 
+MODEL = CONFIG.model.resolved()
+LAYER = 2 * MODEL.width * MODEL.head_dim * (MODEL.heads + MODEL.kv_heads) + 3 * MODEL.width * MODEL.ffn
+FORWARD = 2 * LAYER * CONFIG.batch.length / CONFIG.mesh.tensor  # FLOPs of a chunk's matrix products, attention's left out
+
+
 @pytest.mark.smoke
 def test_both_transfers_of_a_steady_tick_lie_behind_the_compute_of_a_chunk(step):
-    """The gradient's behind F, the activation's behind B."""
+    """The gradient's behind F (jax 0.10: all of it; 0.12: its MLP, four fifths), the activation's behind B."""
     assert len(step["permutes"]) == 2 and step["steady"] >= 8
-    by_slot = {("f_slot" if "f_slot" in source else "receive"): between for source, between in step["permutes"].items()}
-    kernels = {slot: [k.rpartition(" ")[2] for k in between if "triton" in k] for slot, between in by_slot.items()}
-    products = {slot: sum("cublas" in k or k == "dot" for k in between) for slot, between in by_slot.items()}
-    assert "attention_forward" in kernels["receive"] and products["receive"] >= 7  # q, k, v, out, gate, up, down
-    assert {"attention_dq", "attention_dkv"} <= set(kernels["f_slot"]) and products["f_slot"] >= 7
+    assert min(step["permutes"]) >= 0.75 * FORWARD
 
 
 @pytest.mark.smoke
@@ -53,9 +54,7 @@ def test_a_slot_copies_the_weights_of_one_layer_at_most(step):
 
 @pytest.mark.smoke
 def test_zero_communicates_once_a_step(step):
-    model = CONFIG.model.resolved()
-    layer = 2 * model.width * model.head_dim * (model.heads + model.kv_heads) + 3 * model.width * model.ffn
-    weights = (model.layers * layer + 2 * model.vocab * model.width) / 16  # of a GPU: pipe 2, tensor 8
+    weights = (MODEL.layers * LAYER + 2 * MODEL.vocab * MODEL.width) / 16  # of a GPU: pipe 2, tensor 8
     for kind, size in (("all-gather", 2), ("reduce-scatter", 4)):
         found = rows(step, kind, "data")
         assert found and not any(row["in_loop"] for row in found)
@@ -67,11 +66,8 @@ def test_zero_communicates_once_a_step(step):
 def test_matrix_products_are_those_of_the_slots(step):
     """F, B and W of a layer are two products of each weight and token, in every tick that holds them; the vocabulary's are
     three a microbatch."""
-    model, tokens = CONFIG.model.resolved(), 8192
-    layer = 2 * model.width * model.head_dim * (model.heads + model.kv_heads) + 3 * model.width * model.ffn
-    ticks = sum(step["slots"]) * 2 * layer / 8
-    head = CONFIG.pipeline.microbatches * 3 * 2 * model.vocab * model.width / 16
-    assert step["facts"]["matmul_flops"] == pytest.approx(tokens * (ticks + head), rel=0.01)
+    head = CONFIG.pipeline.microbatches * 3 * 2 * MODEL.vocab * MODEL.width * CONFIG.batch.length / 16
+    assert step["facts"]["matmul_flops"] == pytest.approx(sum(step["slots"]) * FORWARD + head, rel=0.01)
 
 
 def test_an_all_gather_planted_in_the_ticks_is_found(step):
@@ -83,16 +79,11 @@ def test_an_all_gather_planted_in_the_ticks_is_found(step):
     assert sum(row["bytes"] for row in found) >= ticks * 8192 * 4096 * 2
 
 
-def test_what_a_loop_over_layers_costs():
-    """Two layers a chunk: both ways hide the transfers along the pipe; one after another they also hide sums over `tensor`,
-    those of B behind products of B."""
+def test_two_layers_a_chunk_hide_both_transfers_one_by_one_and_as_a_loop():
     two = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, layers=8))
-    looped = dataclasses.replace(two, pipeline=dataclasses.replace(two.pipeline, unroll="no"))
-    one_by_one, loop = compiled(two), compiled(looped)
-    for step in (one_by_one, loop):
-        assert min(len(between) for between in step["permutes"].values()) >= 7
-    hidden = lambda step: sum(row["count"] for row in rows(step, "all-reduce", "tensor") if row["overlapped"])
-    assert hidden(one_by_one) > 0 == hidden(loop)
+    for unroll in ("yes", "no"):
+        step = compiled(dataclasses.replace(two, pipeline=dataclasses.replace(two.pipeline, unroll=unroll)))
+        assert len(step["permutes"]) == 2 and min(step["permutes"]) >= 0.75 * FORWARD
 
 
 def test_the_hash_is_that_of_the_traced_step(step):
