@@ -2,7 +2,8 @@
 
 python experiments/benchmarks/schedules.py              searches, 5 minutes on 2 cores; one JSON line for each model and memory
 python experiments/benchmarks/schedules.py --quick      the same for the two models on 8 stages only, half a minute
-python experiments/benchmarks/schedules.py --execute    predicted against measured step times on 4 and 8 virtual CPU devices
+python experiments/benchmarks/schedules.py --execute    predicted against measured step times on 4 and 8 virtual CPU devices;
+                                                        --execute 4 on 4 only
 
 Expected, rank-span bubble at the memory of 1F1B (p microbatches): at most .0403 (6.2B), .0703 (1.5B), .0498 (14.6B), .0531
 (28.3B), what the authors' own search gives; at the memory of V-Half below .1447, .1702, .1682, .1780. Both with at most two
@@ -41,7 +42,7 @@ def searched(model: str, chunks: int = 2, effort: float = 1.0):
             "microbatches": m,
             "memory": memory,
             "chunks": chunks,
-            "bubble_rank_span": round(run.bubble_rank_span, 4),
+            "bubble_rank_span": round(run.bubble_rank_span, 5),
             "published": published,
             "best_named": best,
             "best_named_bubble": round(1 - run.ideal / found.tried[best], 4),
@@ -59,13 +60,11 @@ def main(arguments: list[str]) -> None:
         from experiments.benchmarks import execution
 
         cores = len(os.sched_getaffinity(0))
-        for stages, microbatches in ((4, 16), (8, 16)):
-            rows = execution.execute(stages, microbatches, cores)
-            for row in rows:
-                print(json.dumps(row), flush=True)
-            print(
-                json.dumps({"stages": stages, "cores": cores, "pairs_in_wrong_order": execution.wrong_pairs(rows)}), flush=True
-            )
+        for stages in [int(n) for n in arguments if n.isdigit()] or (4, 8):
+            print(f"{stages} virtual devices on {cores} cores; {execution.MACHINE}", flush=True)
+            found = [execution.summary(rows, clock) for clock, rows in execution.execute(stages, 16, cores).items()]
+            print("\n\n".join(map(execution.table, found)), flush=True)
+            print(json.dumps({"stages": stages, "cores": cores, "clocks": found}), flush=True)
         return
     for model in [row[0] for row in MODELS if row[1] == 8 or "--quick" not in arguments]:
         for chunks in (2, 4) if model in ("6.2B", "1.5B") else (2,):
