@@ -125,7 +125,9 @@ def schedule(
     if trace:
         written.append(save_trace(picture, trace))
     shown = best_ticks(table, times) if ticks else simulate(table, times, comm)
-    lines += ["", ascii_timeline(shown, width or _columns(), times), legend(table)]
+    columns = width or _columns()
+    lines = [part for line in lines for part in textwrap.wrap(line, columns, subsequent_indent=" " * 16)]
+    lines += ["", ascii_timeline(shown, columns, times), *textwrap.wrap(legend(table), columns)]
     lines += [f"wrote {path}" for path in written]
     return document, "\n".join(lines)
 
@@ -204,20 +206,21 @@ def automatic(
 
 def summary(d: Mapping[str, Any]) -> list[str]:
     """A table's figures in a few lines."""
-    worst = lambda values: f"{max(values):g} (per rank: {' '.join(f'{x:g}' for x in values)})"
+    each = lambda values: f" (per rank: {' '.join(f'{x:g}' for x in values)})" if len(set(values)) > 1 else " on every rank"
+    worst = lambda values: f"{max(values):g}{each(values)}"
     lines = [
         f"{d['name']}: {d['stages']} stages x {d['chunks']} chunks, {d['microbatches']} microbatches",
         f"  makespan      {d['makespan']:.6g}   bubble {d['bubble_makespan']:.2%}   (a step that ends with one global norm)",
         f"  rank span     {d['rank_span']:.6g}   bubble {d['bubble_rank_span']:.2%}   (ranks start and end on their own)",
-        f"  activations   {worst(d['peak_activations'])} microbatches",
-        f"  B to W        {worst(d['residual_peak'])} microbatches",
-        f"  messages      {worst(d['messages_per_rank'])} in one step",
+        f"  activations   microbatches: {worst(d['peak_activations'])}",
+        f"  B to W        microbatches: {worst(d['residual_peak'])}",
+        f"  messages      sent in one step: {worst(d['messages_per_rank'])}",
     ]
     if d["tick_shape"]:
         lines += [
             f"  ticks         {d['tick_makespan']:.6g} in {d['tick_shape']} with idle slots skipped (bubble "
             f"{d['tick_bubble']:.2%}), {d['tick_makespan_compute']:.6g} with idle slots computed",
-            f"  in ticks      {worst(d['tick_peak_activations'])} microbatches",
+            f"  in ticks      microbatches: {worst(d['tick_peak_activations'])}",
         ]
     else:
         lines.append("  ticks         not executed: for simulation and drawing")

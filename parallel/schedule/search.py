@@ -42,19 +42,31 @@ class Found(Result):
 
 
 def lower_bound(
-    stages: int, microbatches: int, costs: Costs, comm: float = 0.0, chunks: int = 1, objective: str = "makespan"
+    stages: int,
+    microbatches: int,
+    costs: Costs,
+    comm: float = 0.0,
+    chunks: int = 1,
+    objective: str = "makespan",
+    memory: float = 0.0,
 ) -> float:
-    """No table with up to `chunks` chunks a rank takes less, whatever the memory.
+    """No linear, loop or V table with up to `chunks` chunks a rank takes less, on either machine (ticks: comm 0).
 
     A rank works m(F+B+W). Makespan: the last rank to start waits for p-1 forwards of a chunk and p-1 hops before that;
-    and one microbatch alone takes p forwards and backwards and its last W.
+    and one microbatch alone takes p forwards and backwards and its last W. memory: microbatches that a rank may hold (0: any);
+    each is held by rank 0 while it runs to the last stage and back, and memory times the rank's span has room for all m.
     """
-    F, B, W = costs
-    work = microbatches * (F + B + W)
+    (F, B, W), p = costs, stages
+    bound = microbatches * (F + B + W)
+    if memory:
+        held = [(p * (F + B) * (v + 1) / 2 + W) / v + comm * (p * (v + 1) - 2) for v in range(1, chunks + 1)]  # loops
+        held += [(2 * p + 1) * (F + B) / 4 + W / 2 + comm * 2 * (p - 1)] if chunks > 1 else []  # a V
+        bound = max(bound, microbatches * min(held) / memory)
     if objective == "rank_span":
-        return work
-    wait = (stages - 1) * (F / chunks + comm)
-    return max(work + wait, stages * (F + B) + W / chunks + 2 * (stages - 1) * comm)
+        return bound
+    work = microbatches * (F + B + W)
+    wait = (p - 1) * (F / chunks + comm)
+    return max(bound, work + wait, p * (F + B) + W / chunks + 2 * (p - 1) * comm)
 
 
 def search(
@@ -94,7 +106,7 @@ def search(
             if other is not None and _fits(other, memory):
                 scored.append((value(other), other))
     scored.sort(key=lambda s: s[0])
-    bound = lower_bound(p, m, costs, comm, most, objective)
+    bound = lower_bound(p, m, costs, comm, most, objective, memory)
     best, table = scored[0]
     starts: list[tuple[float, Table]] = []
     for s in scored:  # one of every value: the same value means much the same table

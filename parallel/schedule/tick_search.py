@@ -71,7 +71,7 @@ def search_ticks(
             best = (*score, ticks)
     if best is None:
         raise UserError(f"auto: no table for {p} stages and {m} microbatches holds at most {memory:g} microbatches a rank")
-    bound = lower_bound(p, m, costs, 0.0, most)
+    bound = lower_bound(p, m, costs, 0.0, most, memory=memory)
     ticks = _as_table(best[2], costs, idle, memory)
     if effort > 0 and best[0] > bound * (1 + 1e-9):
         ticks = _improved(ticks, costs, idle, memory, int(effort * WORK / len(ticks.at)), random.Random(seed))
