@@ -6,6 +6,7 @@ from typing import Any
 
 from llm.config import Config
 from llm.fields import check_fields
+from parallel.cluster import SPARE
 from parallel.errors import UserError
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -17,6 +18,7 @@ def request_devices(config: Config, devices: int = 0, processes: int = 1) -> Con
     Of several processes each makes its share. A machine with GPUs uses those; the number of virtual CPU devices does not
     touch them. Raises UserError.
     """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(SPARE))  # jax itself takes three quarters of a GPU
     if devices < 0:
         raise UserError(f"--devices={devices}: give a positive number of devices")
     if not devices and -1 in config.mesh.sizes().values():

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from parallel.errors import UserError
 
+SPARE = 0.94
+"""Share of a GPU's memory that a program may use: the rest is the driver's, NCCL's and other processes'."""
+
 SHEET = "NVIDIA data sheet"
 GUIDE = "Azure/AI-benchmarking-guide Azure_Results (measured)"
 

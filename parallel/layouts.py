@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from parallel.cluster import Cluster
+from parallel.cluster import SPARE, Cluster
 from parallel.errors import UserError
 from parallel.frameworks import Framework
 from parallel.operators import Operators
 from parallel.planner import Estimate, Layout, estimate
 from parallel.schedule.registry import SCHEDULES
 
-SPARE = 0.94
-"""Share of a GPU's memory that a plan may fill: the rest is the driver's, NCCL's and other processes'."""
 SHOWN = 12
 """Layouts that are costed by their tables at most, of those that fit."""
 TRIES = 96
