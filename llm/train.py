@@ -186,7 +186,7 @@ class Loop:
         self._restart(start, meta)
         self.saved, self.oldest, self.rollbacks = start, math.inf, 0
         self.record, self.times, self.skipped, self.eval_loss = None, [], 0, None
-        self.tracing, self.stopped = False, None
+        self.tracing, self.stopped, self.stop_anywhere = False, None, distributed.AnyProcess()
         try:
             if start:
                 self._evaluate(state)  # in case the run stopped between saving and evaluating
@@ -261,8 +261,8 @@ class Loop:
         return state
 
     def _stopping(self) -> bool:
-        """Whether a signal has come to any process: then all stop after the same step."""
-        if distributed.any_process(bool(self.stop.requested)):
+        """Whether a signal has come to any process: then all stop after the same step, in several processes the next one."""
+        if self.stop_anywhere.ask(bool(self.stop.requested)):
             self.stopped = self.log.why = next(filter(None, distributed.gather(self.stop.requested)))
         return bool(self.stopped)
 
