@@ -120,7 +120,8 @@ def fit(name: str, rows: list[tuple[published.Run, float]]) -> dict[str, dict[st
         return np.concatenate([soft, from_prior(x)])
 
     speeds = np.array([c == "matmul" for _, c in free])
-    tries = [start + offset * speeds for offset in ((0.0,) if len(rows) > 50 else OFFSETS)]  # tables jump with their costs
+    jumps = any(run.layout.schedule.startswith("zb-") for run, _ in rows)  # these tables change with the times of passes
+    tries = [start + offset * speeds for offset in (OFFSETS if jumps else (0.0,))]
     results = [least_squares(residuals, x, diff_step=1e-3, max_nfev=25) for x in tries]
     result = min(results, key=lambda r: r.cost)
     errors = [predict_run(run, constants(result.x)).step_time_s / time - 1 for run, time in rows]

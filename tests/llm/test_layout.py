@@ -10,16 +10,20 @@ import jax
 import pytest
 
 from llm import costs, overrides, plan
+from llm.commandline import dispatch
 from llm.config import BatchConfig, Config, MeshConfig, PipelineConfig, TrainConfig
 from llm.costs import Mixture
 from llm.devices import request_devices
 from llm.layout import as_config, auto_layout, own_layout
 from llm.mixtures import MIXTURES, parse_mixture
 from llm.step import build
+from llm.workdir import load_config
+from main import COMMANDS
 from parallel import bubble, executor
 from parallel.errors import FitError, UserError
 from parallel.memory import stash_bytes
 from parallel.split import split
+from tests.llm.runs import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "experiments/configs/llama3_70b.py"
@@ -34,6 +38,7 @@ def devices(count: int, kind: str = "cpu", platform: str = "cpu") -> list:
     return [SimpleNamespace(platform=platform, device_kind=kind, process_index=i // 8) for i in range(count)]
 
 
+@pytest.mark.smoke
 def test_the_layout_of_the_devices_at_hand():
     demo = overrides.load(str(ROOT / "experiments/configs/demo.py"))
     chosen, text = auto_layout(dataclasses.replace(demo, plan="auto"), devices(8))
@@ -63,6 +68,21 @@ def test_devices_are_asked_for_without_the_mesh(monkeypatch):
     asked = dataclasses.replace(demo, plan="auto")
     assert request_devices(asked, 4) == asked and os.environ["XLA_FLAGS"].endswith("=4")  # the mesh has 8
     assert request_devices(asked) == asked and os.environ["XLA_FLAGS"].endswith("=8")
+
+
+def test_a_run_keeps_its_planned_layout(tmp_path, capsys):
+    """Through the command line: said, saved, kept when the run goes on, and asked for in vain."""
+    small = [f"--config.{name}={value}" for name, value in (SMALL | {"train.steps": 1, "evaluate.every": 0}).items()]
+    run = ["train", f"--workdir={tmp_path}/run"]
+    asked = [f"--config={ROOT}/experiments/configs/demo.py", *small, "--config.train.samples_every=0", "--config.plan=auto"]
+    assert dispatch(COMMANDS, [*run, *asked, "--devices=4"]) == 0
+    assert "plan=auto on 4 CPU" in (said := capsys.readouterr().err), said
+    chosen = load_config(tmp_path / "run")
+    assert chosen.plan == "" and chosen.mesh.product == 4
+    assert dispatch(COMMANDS, [*run, "--config.train.steps=2"]) == 0
+    assert "plan=auto" not in capsys.readouterr().err and load_config(tmp_path / "run").mesh == chosen.mesh
+    assert dispatch(COMMANDS, [*run[:1], f"--workdir={tmp_path}/no", *asked, "--devices=4", "--config.mesh.tensor=3"]) == 2
+    assert "tensor 3" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- what others can do
