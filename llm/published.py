@@ -170,11 +170,16 @@ def read(path: str | Path) -> list[dict[str, str]]:
     """The rows of a CSV with the columns of README; missing columns are empty. Raises UserError."""
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file")
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        if not reader.fieldnames or "n_gpus" not in reader.fieldnames:
-            raise UserError(f"{path}: expected a CSV with a header and the columns of parallel/data/README.md, such as n_gpus")
-        return [{c: (row.get(c) or "").strip() for c in COLUMNS} for row in reader]
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            if not reader.fieldnames or "n_gpus" not in reader.fieldnames:
+                raise UserError(
+                    f"{path}: expected a CSV with the columns of parallel/data/README.md in its header, such as n_gpus"
+                )
+            return [{c: (row.get(c) or "").strip() for c in COLUMNS} for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: not a CSV in UTF-8 ({error})") from error
 
 
 def is_dense(row: dict[str, str]) -> bool:
