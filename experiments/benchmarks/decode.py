@@ -79,7 +79,12 @@ def measure(batch: int, rounds: int, child: subprocess.Popen) -> dict:
         child.stdin.flush()
         return json.loads(child.stdout.readline())
 
-    turns = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
+    turns = []
+    for turn in range(rounds + 1):
+        turns.append((ours(), theirs()))
+        seconds = [round(side[0], 2) for side in turns[-1]]
+        print(f"batch {batch}, turn {turn} of {rounds}: {seconds[0]} s, transformers {seconds[1]} s", file=sys.stderr)
+    turns = turns[1:]
     one, two = (statistics.median(turn[side][0] for turn in turns) for side in (0, 1))
     pairs = [a == b for x, y in zip(turns[0][0][1], turns[0][1][1]) for a, b in zip(x, y)]
     speed = dict(tokens_per_s=round(batch * NEW / one, 2), reference_tokens_per_s=round(batch * NEW / two, 2))
