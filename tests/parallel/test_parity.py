@@ -70,8 +70,12 @@ def changed_row(program: Program, field: str, change, which: int = -2) -> dict:
     return dict(program.plan.table, ranks=ranks)
 
 
-def test_mutants_are_caught(base, rows):
+@pytest.mark.parametrize("idle", ["skip", "compute"])
+def test_mutants_are_caught(idle, base, rows):
     program, step, params, want = base
+    if idle == "compute":
+        program = program_of(dataclasses.replace(BASE, idle=idle))
+        step = compiled(program)
     assert worst(want, run(program, step, params, rows)) < 1e-5
     slots = program.plan.rows.slots
     mutants = {

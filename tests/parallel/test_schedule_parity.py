@@ -20,6 +20,11 @@ PLACEMENTS = {
     "loop": ("interleaved", "looped-bfs", "gis", "gis-h"),
     "v": ("zb-v", "v-half", "v-min", "adaptive-v", "dualpipe-v"),
 }
+FUSED = {  # schedules of which a packing has every W in its B's tick
+    ("v", "pipe4"): {"dualpipe-v"},
+    ("linear", "pipe2 data2"): set(PLACEMENTS["linear"]),
+    ("v", "pipe2 data2"): {"zb-v", "v-half", "dualpipe-v"},
+}
 CASE = Case("", "split", "pipe4", "%p", "selective", "skip", "uneven", "llama", "tied", "zero0")
 
 
@@ -61,7 +66,12 @@ def test_every_executable_schedule_is_here():
 def test_schedules(placement, mesh, microbatches, rows):
     case = dataclasses.replace(CASE, mesh=mesh, microbatches=microbatches)
     programs = [p for name in PLACEMENTS[placement] for p in programs_of(case, name)]
-    check([p for p in programs if not p.tick_table.fused], rows)
+    for fused in (False, True):  # where every W falls into its B's tick, B and W are one program: another one to compile
+        same = [p for p in programs if p.tick_table.fused == fused]
+        if same:
+            check(same, rows)
+    names = {p.table.name for p in programs if p.tick_table.fused}
+    assert names == FUSED.get((placement, mesh), set())
 
 
 @pytest.mark.parametrize("name, shape", [("zb-h1", "pairs"), ("zb-v", "pairs"), ("dualpipe-v", "single")])
