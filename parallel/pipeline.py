@@ -76,9 +76,7 @@ class Plan:
 
     def param_specs(self) -> Tree:
         """How parameters and optimiser state are sharded in memory (ZeRO: also over `data`)."""
-        return jax.tree.map(
-            lambda s: with_axis(partition(s, self.mesh.shape), self.zero_dim(s), "data"), self.specs
-        )
+        return jax.tree.map(lambda s: with_axis(partition(s, self.mesh.shape), self.zero_dim(s), "data"), self.specs)
 
     def zero_dim(self, spec: ParamSpec) -> int | None:
         """The dimension of a parameter in memory that ZeRO splits over `data`."""

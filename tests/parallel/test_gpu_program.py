@@ -191,9 +191,7 @@ def test_kernels_that_spill_registers(tmp_path, monkeypatch):
     """As the assembler reports them, one file a call."""
     monkeypatch.setenv(deviceless.REPORTS, str(tmp_path))
     line = "ptxas info    : Function properties for {}\n    8 bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
-    warning = (
-        "ptxas warning : Registers are spilled in function 'f', 32 bytes spill stores, 0 bytes spill loads\n"
-    )
+    warning = "ptxas warning : Registers are spilled in function 'f', 32 bytes spill stores, 0 bytes spill loads\n"
     (tmp_path / "0.ptxas").write_text(warning)
     (tmp_path / "1.ptxas").write_text(line.format("attention_dkv", 12, 20) + line.format("loop_add_fusion", 0, 0))
     (tmp_path / "2.ptxas").write_text(line.format("attention_dq", 400, 572) + line.format("attention_dkv", 0, 8))
