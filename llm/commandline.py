@@ -149,7 +149,7 @@ def _overview(commands: Mapping[str, Command]) -> str:
             *_columns(rows),
             "",
             "python main.py COMMAND --help lists a command's flags and the configuration.",
-            "Exit codes: 0 done, 1 failed, 2 wrong input, 3 does not fit, 4 a check failed, 75 interrupted and saved.",
+            "Exit codes: 0 done, 1 failed, 2 wrong input, 3 does not fit, 4 a check failed, 70 hung, 75 stopped and saved.",
         ]
     )
 
