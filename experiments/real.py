@@ -52,7 +52,7 @@ def training(imported: Config) -> Config:
         imported,
         pipeline=dataclasses.replace(imported.pipeline, microbatches=2 * STAGES),
         batch=BatchConfig(rows=2 * STAGES, length=64),
-        data=DataConfig(("llm/data/text/199*.txt",), "1", imported.data.tokenizer),
+        data=DataConfig(paths=("llm/data/text/199*.txt",), held_out="1", tokenizer=imported.data.tokenizer),
         optimizer=OptimizerConfig(lr=3e-5, warmup=1, decay="constant"),
         train=TrainConfig(steps=STEPS),
         checkpoint=CheckpointConfig(every=0, keep=2),

@@ -64,7 +64,8 @@ def _on_devices(config: Config, options: Options) -> Config:
 
         from llm.layout import auto_layout
 
-        config, text = auto_layout(config, jax.devices(), options.changes)
+        devices = jax.devices()[: options.devices or None]  # there are more where jax was used before
+        config, text = auto_layout(config, devices, options.changes)
         config = from_dict(distributed.from_first(to_dict(config)), Config)
         if distributed.is_first():
             print(text, file=sys.stderr)

@@ -15,3 +15,7 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("convoy", derandomize=True, deadline=None)
 settings.load_profile("convoy")
+
+import jax  # noqa: E402
+
+jax.devices()  # now: a command that a test runs would ask for the number of devices that it needs alone
