@@ -11,6 +11,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("convoy", derandomize=True, deadline=None)
@@ -19,3 +20,9 @@ settings.load_profile("convoy")
 import jax  # noqa: E402
 
 jax.devices()  # now: a command that a test runs would ask for the number of devices that it needs alone
+
+
+@pytest.fixture(autouse=True)
+def same_flags(monkeypatch):
+    """A command in this process writes XLA_FLAGS; neither it nor a child process of a later test may feel that."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
