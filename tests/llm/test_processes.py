@@ -96,8 +96,8 @@ def test_training_stops_together_goes_on_and_ends_together(tmp_path):
         assert close(ours, theirs), (ours, theirs)
 
 
-def close(a, b) -> bool:
-    """Whether two values of JSON are the same but for the rounding of fp32."""
+def close(a, b, rel=1e-5) -> bool:
+    """Whether two values of JSON are the same but for the rounding of fp32, which in a gradient's norm grows over the steps."""
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(close(a[name], b[name]) for name in a)
-    return a == pytest.approx(b, rel=1e-5) if isinstance(a, float) else a == b
+        return a.keys() == b.keys() and all(close(a[n], b[n], 1e-4 if n == "grad_norm" else rel) for n in a)
+    return a == pytest.approx(b, rel=rel) if isinstance(a, float) else a == b
