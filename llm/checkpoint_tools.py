@@ -197,7 +197,7 @@ def command(options: Any) -> tuple[Any, str, int]:
         result = show_tree(options.workdir, options.step)
         return result, _tree(result), 0
     result = list_checkpoints(options.workdir, options.verify)
-    return result, _list_table(result, options.verify), 4 * (not result["ok"] and options.verify)
+    return result, _list_table(result, options.verify), CheckError.code if options.verify and not result["ok"] else 0
 
 
 def _numbers(values: list) -> str:

@@ -57,12 +57,9 @@ def dispatch(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return the exit code."""
     try:
         return _run(commands, list(arguments))
-    except UserError as error:
+    except (UserError, CheckError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
-    except CheckError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 4
     except KeyboardInterrupt as stop:
         print(": ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130

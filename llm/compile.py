@@ -14,12 +14,11 @@ from llm.config import Config, MeshConfig
 from llm.fields import from_dict, to_dict
 from parallel import deviceless
 from parallel.cluster import Cluster, find_cluster
-from parallel.errors import UserError
+from parallel.errors import FitError, UserError
 from parallel.layouts import SPARE
 
 TARGETS = {"A100-40": "a100-40g", "A100-80": "a100-80g", "H100-80": "h100", "H200": "h200", "B200": "b200"}
 """Name of a GPU in parallel/cluster.py -> what it is compiled for as."""
-DOES_NOT_FIT = 3
 CPU_FORM = 64
 """GPUs up to which the step is also traced for as many CPU devices, to say what `train` prints on them."""
 
@@ -219,7 +218,7 @@ def command(options: Any) -> tuple[dict[str, Any], str, int]:
     finally:
         if shown:
             print(file=sys.stderr)
-    return document, table(document), 0 if document["fits"] else DOES_NOT_FIT
+    return document, table(document), 0 if document["fits"] else FitError.code
 
 
 def show_progress(seconds: float) -> None:

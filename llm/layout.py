@@ -32,7 +32,6 @@ NOT_COSTED = {  # options that the planner does not know, with the values that a
     "pipeline.memory": (0.0,),
     "pipeline.backward": ("auto",),
 }
-NOTHING_FITS = FitError.code
 
 
 def _value(config: Config, name: str) -> Any:

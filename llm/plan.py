@@ -13,12 +13,12 @@ from typing import Any
 from llm import costs, overrides
 from llm.config import Config
 from llm.fields import check_fields
-from llm.layout import NOTHING_FITS, fixed_fields, label, own_layout, possible, why
+from llm.layout import fixed_fields, label, own_layout, possible, why
 from llm.mixtures import parse_mixture
 from llm.published import CASTS
 from parallel import frameworks, layouts, reliability
 from parallel.cluster import Cluster, find_cluster
-from parallel.errors import UserError
+from parallel.errors import FitError, UserError
 from parallel.planner import Estimate, estimate
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -118,7 +118,7 @@ def plan(
             f"\nNothing fits {document['memory_limit_gib']} GiB of {machine.gpu.name}. The nearest layout needs "
             f"{near.peak_memory_gib:.1f} GiB: {label(near.layout)}. More GPUs, more remat or fewer tokens would help."
         )
-        return document, text.strip(), NOTHING_FITS
+        return document, text.strip(), FitError.code
     if found.fits[0].layout.rows * found.fits[0].layout.microbatches * found.fits[0].layout.data != rows:
         notes.append("a layout rounds the rows to what it divides (column rows); layouts are ranked by tokens per second")
     document |= dict(best=describe(found.fits[0]), layouts=[describe(e) for e in found.fits])

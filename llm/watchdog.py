@@ -10,7 +10,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
-HUNG = 70  # exit code
+from parallel.errors import HUNG
+
 FACTOR = 20.0  # work that takes this many times its usual time hangs ...
 LEAST = 300.0  # ... but not before so many seconds
 HISTORY = 50  # durations of a kind of work that make its usual time

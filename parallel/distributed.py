@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import CheckError, UserError
+from parallel.errors import STOPPED, CheckError, UserError
 from parallel.rendezvous import HEARTBEAT, Meeting, meet
 
 FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux gives to outgoing connections
@@ -44,7 +44,6 @@ class Job:
 _meeting: Meeting | None = None
 _stdout: Any = None
 _all_alike = False
-STOPPED = 75  # the exit code of a job that a signal stopped after saving: all processes end with it
 
 
 # --------------------------------------------------------------------------------------------------- which process is this
@@ -233,7 +232,7 @@ def leave(code: int) -> int:
         return code
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (0, STOPPED) or _all_alike:
+    if code in (0, STOPPED) or _all_alike:  # with these all processes end
         import jax
 
         _meeting.leave(0)
@@ -266,30 +265,29 @@ def is_first() -> bool:
 
 def any_process(flag: bool) -> bool:
     """Whether `flag` is true in any process."""
-    if count() == 1:
-        return bool(flag)
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(flag, np.int32)).any())
+    return bool(_asked(flag))
 
 
 class AnyProcess:
     """`any_process` that does not wait: asks, and answers what was asked the time before (with one process: this time)."""
 
     def __init__(self):
-        self.before: Any = None
+        self.before: Any = False
 
     def ask(self, flag: bool) -> bool:
-        if count() == 1:
-            return flag
-        import jax
-        import numpy as np
+        before, self.before = self.before, _asked(flag)
+        return bool(self.before if count() == 1 else before)
 
-        largest, each = _largest()
-        own = jax.make_array_from_callback((jax.device_count(),), each, lambda index: np.full(1, flag, np.int32))
-        before, self.before = self.before, largest(own)
-        return before is not None and bool(before)
+
+def _asked(flag: bool) -> Any:
+    """Whether `flag` is true in any process, as a number that is on its way."""
+    if count() == 1:
+        return flag
+    import jax
+    import numpy as np
+
+    largest, each = _largest()
+    return largest(jax.make_array_from_callback((jax.device_count(),), each, lambda index: np.full(1, flag, np.int32)))
 
 
 @functools.cache

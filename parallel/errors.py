@@ -1,4 +1,7 @@
-"""Errors that speak to the user; main.py turns each into one sentence on stderr and an exit code."""
+"""Errors that speak to the user, each one sentence on stderr and an exit code; and the exit codes that no error stands for."""
+
+HUNG = 70  # the watchdog ended a process that hung
+STOPPED = 75  # stopped by a signal with everything saved: start again to go on
 
 
 class UserError(ValueError):
@@ -9,6 +12,8 @@ class UserError(ValueError):
 
 class CheckError(RuntimeError):
     """A checkpoint or check failed. Exit code 4."""
+
+    code = 4
 
 
 class FitError(UserError):
