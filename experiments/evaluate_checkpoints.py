@@ -29,9 +29,7 @@ METRICS = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_pmi")
 
 def evaluate_checkpoints(options: Options) -> tuple[Any, str, int]:
     """The command: [{step, held out?: metrics, tasks: {name: metrics}}] and the table."""
-    workdir, saved = Path(options.workdir), load_config(options.workdir)
-    if any(name.startswith("mesh.") for name, _ in options.changes):  # what follows from the mesh is derived again
-        saved = dataclasses.replace(saved, pipeline=dataclasses.replace(saved.pipeline, microbatches=0, layers_per_chunk=()))
+    workdir, saved = Path(options.workdir), load_config(options.workdir, options.changes)
     config = request_devices(overrides.apply(saved, options.changes), options.devices)
     names = [name for name in options.tasks.split(",") if name]
     held_out = bool((config.data.paths or config.data.mixture) and config.data.held_out)

@@ -4,7 +4,6 @@
 import dataclasses
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from llm.fields import from_dict, to_dict
 from llm.sampling import Sampling
 from llm.workdir import CONFIG, MODEL, check_resume, identity, load_config
 from parallel import distributed
-from parallel.errors import UserError
-
-MESH_DEPENDENT = {"microbatches": 0, "layers_per_chunk": ()}  # of PipelineConfig, with the value that asks for the derived one
-FAILED = 4  # a check failed
-INTERRUPTED = 75  # stopped by a signal with everything saved: start again to go on
+from parallel.errors import STOPPED, CheckError, UserError
 
 
 def _run_configuration(options: Options) -> Config:
     """The configuration of the run in --workdir with the overrides, on devices."""
-    return _on_devices(_saved(options), options)
+    return _on_devices(load_config(options.workdir, options.changes), options)
 
 
 def _given(options: Options) -> Config:
@@ -33,19 +28,8 @@ def _given(options: Options) -> Config:
     if options.config:
         return overrides.load(options.config)
     if (Path(options.workdir) / CONFIG).is_file():
-        return _saved(options)
+        return load_config(options.workdir, options.changes)
     raise UserError("this command needs --config=FILE, for example --config=experiments/configs/demo.py")
-
-
-def _saved(options: Options) -> Config:
-    """The configuration of the run in --workdir; what follows from the mesh is left to be derived if that is overridden."""
-    config, given = load_config(options.workdir), {name for name, _ in options.changes}
-    if any(name.startswith("mesh.") for name in given):
-        for name, derived in MESH_DEPENDENT.items():
-            if (was := getattr(config.pipeline, name)) != derived and f"pipeline.{name}" not in given:
-                print(f"note: pipeline.{name} was {was} and is derived again, for the new mesh", file=sys.stderr)
-        config = replace(config, pipeline=replace(config.pipeline, **MESH_DEPENDENT))
-    return config
 
 
 def _on_devices(config: Config, options: Options) -> Config:
@@ -82,7 +66,7 @@ def train(options: Options) -> tuple[Any, str, int]:
         result = train(config, options.workdir, began=began)
     if result["stopped"]:
         at = f"at step {result['step']}, which is saved" if result["step"] else "before the first step: nothing to save"
-        return result, f"stopped {at}; the same command goes on", INTERRUPTED
+        return result, f"stopped {at}; the same command goes on", STOPPED
     return result, "", 0
 
 
@@ -186,7 +170,7 @@ def preflight(options: Options) -> tuple[Any, str, int]:
     from llm.preflight import preflight, table
 
     document = preflight(config, options.workdir, job, options.join_timeout, options.changes)
-    return document, table(document), 0 if document["ok"] else FAILED
+    return document, table(document), 0 if document["ok"] else CheckError.code
 
 
 def tokenize(options: Options) -> tuple[Any, str, int]:

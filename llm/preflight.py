@@ -1,9 +1,7 @@
 """Checks of a job before anything of the model is compiled: what differs between processes, what is missing, what is slow."""
 
 import collections
-import hashlib
 import importlib.metadata
-import json
 import math
 import os
 import shutil
@@ -18,7 +16,7 @@ from llm.config import Config
 from llm.data.corpus import corpus_identity
 from llm.layout import auto_layout
 from llm.run import CORPUS
-from llm.workdir import CHECKPOINTS, identity
+from llm.workdir import CHECKPOINTS, digest, identity
 from parallel import distributed
 from parallel.distributed import Job
 from parallel.errors import UserError
@@ -39,7 +37,7 @@ def preflight(
     keep, from the command line. gb_per_s: bandwidth of the
     axis's collective, 10^9 bytes/s that each device sends. Raises ConnectionError when the processes do not meet."""
     workdir = Path(workdir)
-    own = dict(versions=_versions(), code=_code_hash(), configuration=identity(config))
+    own = dict(versions=_versions(), code=_codedigest(), configuration=identity(config))
     own |= dict(data=_data(config, workdir), folder=_folder(workdir, job))
     if job:
         distributed.meet_others(job, limit, own)
@@ -87,13 +85,9 @@ def _versions() -> dict[str, str]:
     return found | ({"nvidia driver": driver.read_text().splitlines()[0]} if driver.is_file() else {})
 
 
-def _code_hash() -> str:
+def _codedigest() -> str:
     files = sorted(path for folder in ("llm", "parallel") for path in (ROOT / folder).rglob("*.py"))
-    return _hash([[str(path.relative_to(ROOT)), path.read_text()] for path in files])
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return digest([[str(path.relative_to(ROOT)), path.read_text()] for path in files])
 
 
 def _data(config: Config, workdir: Path) -> str:
@@ -119,7 +113,7 @@ def _folder(workdir: Path, job: Job | None) -> dict[str, Any]:
 
 
 def _probe(process: int, job: Job | None) -> str:
-    return f".preflight.{_hash(job.address if job else '')[:8]}.{process}"
+    return f".preflight.{digest(job.address if job else '')[:8]}.{process}"
 
 
 # --------------------------------------------------------------------------------------------------- what they have in common

@@ -68,7 +68,8 @@ def _train(
             return last | dict(stopped=None, skipped=0, rollbacks=0)
         log.step = start
         log.write("start", steps=config.train.steps, devices=len(devices))
-        source = None if checkpoints.steps() else Source.of(config)
+        saved = bool(checkpoints.steps())
+        source = None if saved else Source.of(config)
         corpus = _open_corpus(config, workdir, checkpoints.meta(start) if start else {}, source)
         program = build(config, devices)
         facts = program.describe()  # refuses a schedule that cannot be
@@ -76,13 +77,13 @@ def _train(
         for name, value in facts.items():
             print(f"{name:<24}{value:,}" if type(value) is int else f"{name:<24}{value}")
         begin = lambda step: _begin(checkpoints, program, step, source)
-        if checkpoints.steps() or source:
+        if saved or source:
             log.write("restore")
-        start, state = checkpoints.newest(begin) if checkpoints.steps() else (0, begin(None))
+        start, state = checkpoints.newest(begin) if saved else (0, begin(None))
         meta = checkpoints.meta(start) if start else {}
         if start:
             print(f"resuming from step {start}")
-        elif checkpoints.steps():
+        elif saved:
             print("starting from the imported model")
         elif source:
             print(f"starting from the parameters of {source.name} at step {source.step}")

@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llm.config import Config
 from llm.fields import from_dict, to_dict
@@ -26,6 +27,8 @@ MODEL = ("model.",)
 TRAINING = ("model.dropout", "model.z_loss")
 # Changing these changes what the next steps compute: allowed, and said. All else (layout, schedule, saving) does not.
 TOLD = ("batch.", "optimizer.", "train.seed", "train.steps", "train.dtype", "train.spike", "train.rollback")
+
+MESH_DEPENDENT = {"microbatches": 0, "layers_per_chunk": ()}  # of PipelineConfig, with the value that asks for the derived one
 
 
 @contextlib.contextmanager
@@ -56,18 +59,32 @@ def save_config(workdir: str | Path, config: Config) -> None:
 
 def identity(config: Config) -> str:
     """A hash of everything in a configuration."""
-    return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:16]
+    return digest(to_dict(config))
 
 
-def load_config(workdir: str | Path) -> Config:
-    """The configuration saved in a run's folder. Raises UserError when there is none or it is not readable."""
+def digest(value: Any) -> str:
+    """A short hash of plain JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_config(workdir: str | Path, changes: Sequence[tuple[str, str]] = ()) -> Config:
+    """The configuration saved in a run's folder. Raises UserError when there is none or it is not readable.
+
+    changes: overrides that will follow; when they change the mesh, what depends on it is left to be derived again."""
     path = Path(workdir) / CONFIG
     if not path.is_file():
         raise UserError(f"--workdir={workdir}: there is no run in this folder (no {CONFIG}); train one there first")
     try:
-        return from_dict(json.loads(path.read_text()), Config)
+        config = from_dict(json.loads(path.read_text()), Config)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a saved configuration: {error}") from error
+    given = {name for name, _ in changes}
+    if not any(name.startswith("mesh.") for name in given):
+        return config
+    for name, derived in MESH_DEPENDENT.items():
+        if (was := getattr(config.pipeline, name)) != derived and f"pipeline.{name}" not in given:
+            print(f"note: pipeline.{name} was {was} and is derived again, for the new mesh", file=sys.stderr)
+    return replace(config, pipeline=replace(config.pipeline, **MESH_DEPENDENT))
 
 
 def step_folders(folder: str | Path) -> list[int]:

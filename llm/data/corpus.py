@@ -5,7 +5,6 @@ sources, the tokenizer), so another input means another folder.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from absl import logging
 from llm.data import batches, sources
 from llm.data.order import Mixture
 from llm.data.store import KIND, Split, Store
-from llm.data.tokenization import Facts, build_once, fingerprints, locked, tokenise
+from llm.data.tokenization import Facts, build_once, fingerprints, hash_of, locked, tokenise
 from llm.data.tokenizer import Tokenizer
 from parallel.errors import UserError
 
@@ -122,7 +121,7 @@ def _look(data: Any, vocab: int, cache: Path) -> Found:
     facts = [source.facts if isinstance(source, Text) else [source.identity] for source in found]
     mixed = [[part.name, part.weight] for part in parts] if data.mixture else []
     recipe = [FORMAT, *facts, *mixed, str(data.held_out), tokenizer.hash if tokenizer else vocab]
-    identity = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:24]
+    identity = hash_of(recipe)[:24]
     return Found(identity, tokenizer, parts, found)
 
 
@@ -207,7 +206,7 @@ def _trained(cache: Path, name: str, parts: list[sources.Part], found: list[Text
 
 def _tokenised(cache: Path, text: Text, tokenizer: Tokenizer) -> Store:
     """The store of a text in the cache, made if need be."""
-    folder = cache / hashlib.sha256(json.dumps([FORMAT, text.facts, tokenizer.hash]).encode()).hexdigest()[:24]
+    folder = cache / hash_of([FORMAT, text.facts, tokenizer.hash])[:24]
     opened: list[Store] = []
 
     def is_done() -> bool:

@@ -76,9 +76,9 @@ def fingerprints(files: list[sources.Source], stamps: Path) -> list[Facts]:
     return list(facts)
 
 
-def hash_of(facts: list[Facts]) -> str:
-    """A hash of the fingerprints of all sources."""
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+def hash_of(value: Any) -> str:
+    """A hash of plain JSON, such as the fingerprints of all sources."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def tokenise(
     jobs: dict[str, Job] = {}
     for part in sources.divide(files, size):
         recipe = [store.KIND, format, dtype, tokenizer.hash, [[known[s.path], s.start, s.stop, s.line] for s in part]]
-        key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:24]
+        key = hash_of(recipe)[:24]
         while key in jobs:  # the same text again, under the same name in another folder
             key += "+"
         jobs[key] = Job(key, part, units, format, dtype)

@@ -5,11 +5,9 @@ import math
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
-from llm.checkpoint import Checkpoints
 from llm.commandline import dispatch
 from llm.data.tokenizer import Tokenizer
 from llm.evaluate import evaluate_tasks, samples_path
@@ -18,11 +16,9 @@ from llm.harness import _groups, _sampling, register
 from llm.metrics import read_jsonl
 from llm.run import TOKENIZER
 from llm.sampling import Sampling
-from llm.step import build
-from llm.workdir import CHECKPOINTS, save_config
 from main import COMMANDS
 from parallel.errors import UserError
-from tests.llm.runs import small
+from tests.llm.runs import untrained
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: make lm_eval")
 
@@ -56,18 +52,8 @@ TYPES = dict(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of which step 3 was saved, with untrained parameters that are not small."""
-    workdir, tokenizer = tmp_path_factory.mktemp("run"), Tokenizer.train([WORDS * 30], 300)
-    config = small(model__layers=2, model__vocab=tokenizer.size, model__max_length=64, batch__rows=4).validate()
-    program = build(config, jax.devices()[:1])
-    state = program.init()
-    state["params"] = jax.tree.map(lambda a: 4 * a if a.ndim > 4 else a, state["params"])
-    checkpoints = Checkpoints(workdir / CHECKPOINTS, 2)
-    checkpoints.save(3, state, program.stored(), {})
-    checkpoints.close()
-    save_config(workdir, config)
-    tokenizer.save(workdir / TOKENIZER)
-    return workdir
+    tokenizer = Tokenizer.train([WORDS * 30], 300)
+    return untrained(tmp_path_factory.mktemp("run"), tokenizer, model__vocab=tokenizer.size)
 
 
 @pytest.fixture(scope="module")

@@ -5,23 +5,18 @@ import json
 import math
 import types
 
-import jax
 import numpy as np
 import pytest
 
-from llm.checkpoint import Checkpoints
 from llm.commandline import Command, Flag, dispatch
 from llm.data.tokenizer import Tokenizer
 from llm.evaluate import evaluate_run, evaluate_tasks, samples_path, tasks_table
 from llm.metrics import read_jsonl
-from llm.run import TOKENIZER
 from llm.score import Scorer
-from llm.step import build
 from llm.tasks import Score, load_task, sample, summary
-from llm.workdir import CHECKPOINTS, save_config
 from main import COMMANDS
 from parallel.errors import CheckError, UserError
-from tests.llm.runs import small
+from tests.llm.runs import small, untrained
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +27,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
-    """A run of which step 3 was saved, with untrained parameters that are not small."""
-    workdir = tmp_path_factory.mktemp("run")
-    config = small(model__layers=2, model__max_length=64, batch__rows=4).validate()
-    program = build(config, jax.devices()[:1])
-    state = program.init()
-    state["params"] = jax.tree.map(lambda a: 4 * a if a.ndim > 4 else a, state["params"])
-    checkpoints = Checkpoints(workdir / CHECKPOINTS, 2)
-    checkpoints.save(3, state, program.stored(), {})
-    checkpoints.close()
-    save_config(workdir, config)
-    tokenizer.save(workdir / TOKENIZER)
-    return workdir
+    return untrained(tmp_path_factory.mktemp("run"), tokenizer)
 
 
 def write(path, *lines):
