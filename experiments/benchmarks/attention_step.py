@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import jax
-import numpy as np
 
+from experiments.benchmarks.common import random_batch
 from llm.config import BatchConfig, Config, ModelConfig, PipelineConfig, TrainConfig
 from llm.costs import train_flops_per_token
 from llm.step import build
@@ -12,23 +12,6 @@ from parallel.cluster import peak_flops
 
 MODEL = ModelConfig(layers=24, width=2048, heads=16, kv_heads=8, ffn=5632, vocab=32768, tied=True)
 LENGTH, ROWS, MICROBATCHES = 4096, 16, 4
-
-
-def batch(rows: int, length: int, vocab: int) -> dict[str, np.ndarray]:
-    """Random tokens, four documents a row."""
-    tokens, targets = np.random.default_rng(0).integers(0, vocab, (2, rows, length)).astype(np.int32)
-    place = np.arange(length, dtype=np.int32)
-    segments = np.tile(place * 4 // length, (rows, 1))
-    positions = np.tile(place % (length // 4), (rows, 1))
-    weights = np.ones((rows, length), np.float32)
-    return dict(
-        tokens=tokens,
-        targets=targets,
-        segments=segments,
-        positions=positions,
-        weights=weights,
-        example=np.arange(rows, dtype=np.int32),
-    )
 
 
 def step(
@@ -42,7 +25,7 @@ def step(
         train=TrainConfig(dtype="bfloat16"),
     )
     program = build(config, jax.devices()[:1])
-    state, given = program.init(), program.put(batch(rows, length, model.vocab))
+    state, given = program.init(), program.put(random_batch(rows, length, model.vocab, documents=4))
 
     def once():
         nonlocal state

@@ -9,7 +9,6 @@ Two clocks: wall, and cores: the process's CPU time over the number of cores, wh
 busy with nothing else. Other processes disturb the first, hardly the second."""
 
 import dataclasses
-import resource
 import sys
 import time
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from experiments.benchmarks.common import cpu_seconds, random_batch
 from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from llm.step import Program, build
 from parallel.schedule.slots import JOINT_FIELDS, RANK_FIELDS
@@ -48,14 +48,6 @@ def program(stages: int, m: int, schedule: str, chunks: int, backward: str, idle
     return build(config, jax.devices()[:stages])
 
 
-def rows_of(p: Program) -> dict[str, np.ndarray]:
-    rows, length = p.batch_shape
-    tokens, targets = np.random.default_rng(0).integers(0, MODEL.vocab, (2, rows, length)).astype(np.int32)
-    position = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    whole = dict(segments=0 * tokens, positions=position, weights=np.ones((rows, length), np.float32))
-    return dict(tokens=tokens, targets=targets, example=np.arange(rows, dtype=np.int32), **whole)
-
-
 class Timers:
     """Compiled training steps by name, timed in turn. States and batches are made once for each number of chunks."""
 
@@ -66,7 +58,7 @@ class Timers:
         """Compile a program's step and run it once."""
         chunks = p.table.chunks
         if chunks not in self.given:
-            self.given[chunks] = p.init(), p.put(rows_of(p))
+            self.given[chunks] = p.init(), p.put(random_batch(*p.batch_shape, MODEL.vocab))
         arguments = (*self.given[chunks], p.device_table)
         step = jax.jit(lambda state, batch, table: p.apply(state, *p.gradients(state, batch, table)))
 
@@ -84,12 +76,6 @@ class Timers:
         times = [[call() for call in self.calls.values()] for _ in range(REPEATS)]
         middle = [np.median(own, axis=0) for own in zip(*times)]
         return {clock: dict(zip(self.calls, (float(m[i]) for m in middle))) for i, clock in enumerate(CLOCKS)}
-
-
-def cpu_seconds() -> float:
-    """Seconds that all threads of this process have computed."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def same_ticks(p: Program, ticks: int, slots: str, joint: bool = False) -> Program:

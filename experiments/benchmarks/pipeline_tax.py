@@ -10,7 +10,6 @@ share the cores, so wall time would not show the tax. Prints one JSON line; the 
 
 import json
 import os
-import resource
 import statistics
 import sys
 from pathlib import Path
@@ -20,8 +19,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from experiments.benchmarks.common import cpu_seconds, random_batch
 from llm.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from llm.model import REMAT
 from llm.step import Program, build
@@ -82,23 +81,9 @@ def plain_accumulation(program: Program):
     return call
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def main() -> None:
     rows, length = CONFIG.batch.rows, CONFIG.batch.length
-    random = np.random.default_rng(0)
-    tokens, targets = random.integers(0, CONFIG.model.vocab, (2, rows, length)).astype(np.int32)
-    batch = dict(
-        tokens=tokens,
-        targets=targets,
-        segments=np.zeros((rows, length), np.int32),
-        positions=np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
-        weights=np.ones((rows, length), np.float32),
-        example=np.arange(rows, dtype=np.int32),
-    )
+    batch = random_batch(rows, length, CONFIG.model.vocab)
     piped, single = pipeline(STAGES), pipeline(1)
     runs = dict(pipeline=(piped, piped.train_step), one_stage=(single, single.train_step))
     runs["plain"] = (single, plain_accumulation(single))
