@@ -24,10 +24,10 @@ from parallel.mesh import make_mesh
 
 
 def on_one_gpu(target, function, *shapes):
-    """`function` of arrays of these ShapeDtypeStructs, compiled for one GPU."""
+    """`function` of arrays of these ShapeDtypeStructs (or trees of them), compiled for one GPU."""
     device = deviceless.devices(target, 1)[0]
     where = SingleDeviceSharding(device)
-    given = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where) for s in shapes]
+    given = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes)
     with jax.default_device(device):
         return jax.jit(function, compiler_options=xla_flags.options()).trace(*given).lower().compile()
 
