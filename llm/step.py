@@ -27,7 +27,6 @@ from parallel.sharding import Stored, make_layout, manual_part, memory_shape, pa
 
 Tree = Any
 _place = jax.make_array_from_callback  # in several processes each makes only its own part
-DEFERRED = ("1f1b", "eager-1f1b", "interleaved", "looped-bfs")  # published with a whole backward, better without
 COSTS = dict(none=(6.0, 10.0, 4.0), selective=(6.0, 12.0, 4.0), full=(6.0, 15.0, 4.0))
 """Remat -> relative times of F, B and W: the matmuls of an attention and MLP layer in each."""
 UNROLLED = 4  # layers of a chunk: with more, compiling takes minutes
@@ -44,9 +43,11 @@ def make_table(config: Config, idle: str) -> schedule.Table:
     """The schedule table that a resolved configuration asks for, for the executor's idle mode."""
     c, pipe = config.pipeline, config.mesh.pipe
     backward = c.backward
-    if backward == "auto":  # deferring W fills bubbles; under full remat it would stash ten times the layer's input
-        whole = (pipe == 1 or c.remat == "full") and not c.schedule.endswith(".csv")
-        backward = "whole" if whole else "split" if c.schedule in DEFERRED else ""
+    if backward == "auto" and c.schedule.endswith(".csv"):
+        backward = ""
+    elif backward == "auto":  # deferring W fills bubbles; under full remat it would stash ten times the layer's input
+        whole = pipe == 1 or c.remat == "full"
+        backward = "whole" if whole else "split" if schedule.SCHEDULES[c.schedule].deferred else ""
     chunks = c.chunks or len(c.layers_per_chunk) // pipe
     fitted = dict(costs=COSTS[c.remat], memory=c.memory, idle=idle)
     return schedule.make(c.schedule, pipe, c.microbatches, chunks=chunks, group=c.group, backward=backward, **fitted)

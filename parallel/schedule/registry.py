@@ -35,9 +35,9 @@ class Schedule:
     """A named schedule.
 
     build: Ask -> Table. rule: its constraints in a few words. chunks: the default number of chunks a rank; free_chunks:
-    others work. grouped: knows groups of microbatches. split: in its own form W is apart from B. executable: the
-    trainer can run it. timed: its order depends on costs. limits: Ask -> None refuses what breaks the rule, where building
-    the table would take long.
+    others work. grouped: knows groups of microbatches. split: in its own form W is apart from B. deferred: published with a
+    whole backward, better with W apart and deferred. executable: the trainer can run it. timed: its order depends on costs.
+    limits: Ask -> None refuses what breaks the rule, where building the table would take long.
     """
 
     build: Callable[[Ask], Table]
@@ -46,6 +46,7 @@ class Schedule:
     free_chunks: bool = False
     grouped: bool = False
     split: bool = True
+    deferred: bool = False
     executable: bool = True
     timed: bool = False
     limits: Callable[[Ask], None] | None = None
@@ -65,9 +66,9 @@ def _zb(name: str, limit: float) -> Callable[[Ask], Table]:
 
 
 def _looped(build: Callable[[Ask], Table], groups: str = "", split: bool = True) -> Schedule:
-    """A schedule on a loop, for any chunks. groups: their rule, empty when it knows none."""
+    """A schedule on a loop, for any chunks. groups: their rule, empty when it knows none. Without `split` it is deferred."""
     rule = f"any chunks; {groups}" if groups else "any chunks"
-    return Schedule(build, rule, chunks=2, free_chunks=True, grouped=bool(groups), split=split)
+    return Schedule(build, rule, chunks=2, free_chunks=True, grouped=bool(groups), split=split, deferred=not split)
 
 
 def _auto(a: Ask) -> Table:
@@ -82,8 +83,10 @@ def _auto(a: Ask) -> Table:
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(lambda a: one_f_one_b.gpipe(a.stages, a.microbatches, a.split), split=False),
-    "1f1b": Schedule(lambda a: one_f_one_b.one_f_one_b(a.stages, a.microbatches, a.split), split=False),
-    "eager-1f1b": Schedule(lambda a: one_f_one_b.eager_one_f_one_b(a.stages, a.microbatches, a.split), split=False),
+    "1f1b": Schedule(lambda a: one_f_one_b.one_f_one_b(a.stages, a.microbatches, a.split), split=False, deferred=True),
+    "eager-1f1b": Schedule(
+        lambda a: one_f_one_b.eager_one_f_one_b(a.stages, a.microbatches, a.split), split=False, deferred=True
+    ),
     "interleaved": _looped(
         lambda a: interleaved.interleaved(a.stages, a.microbatches, a.chunks, a.group, a.split), WHOLE_GROUPS, split=False
     ),
