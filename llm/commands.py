@@ -77,15 +77,13 @@ def evaluate(options: Options) -> tuple[Any, str, int]:
     check_resume(options.workdir, config, MODEL)
     from llm.evaluate import evaluate, evaluate_tasks, table, tasks_table
 
-    if options.tasks:
-        if distributed.facts():
-            raise UserError("evaluate --tasks runs in one process: several evaluate the held-out documents only")
-        names = [name for name in options.tasks.split(",") if name]
-        result = evaluate_tasks(options.workdir, names, options.limit, options.step, config, options.tasks_dir)
-        return result, tasks_table(result), 0
     with distributed.guard():
+        if options.tasks:
+            names = [name for name in options.tasks.split(",") if name]
+            result = evaluate_tasks(options.workdir, names, options.limit, options.step, config, options.tasks_dir)
+            return result, tasks_table(result), 0
         result = evaluate(options.workdir, step=options.step, config=config)
-    return result, table(result), 0
+        return result, table(result), 0
 
 
 def lm_eval(options: Options) -> tuple[Any, str, int]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from llm.metrics import read_jsonl
 from llm.run import Run, open_run
 from llm.score import Row, Scorer, encode, joined
 from llm.tasks import Score, Task, load_task, sample, summary
-from llm.workdir import CHECKPOINTS, write_atomically
+from llm.workdir import CHECKPOINTS, digest, write_atomically
+from parallel import distributed
 from parallel.axes import AXES
-from parallel.errors import CheckError
+from parallel.errors import CheckError, UserError
 
 SAMPLES = "evaluations"  # folder of a run
 COLUMNS = ("acc", "acc_norm", "acc_pmi", "perplexity", "bits_per_byte")
@@ -100,9 +102,12 @@ def evaluate_tasks(
     """Score a checkpoint on tasks (see llm/tasks.py): {step, layout, tasks: {name: metrics}}.
 
     limit: documents of each task, the first ones; 0 for all. folder: of published tasks, '' for the installed package.
-    step and config: as for `evaluate`. Writes the samples of each task to WORKDIR/evaluations/STEP. Raises UserError.
+    step and config: as for `evaluate`. Writes the samples of each task to WORKDIR/evaluations/STEP. Of several processes
+    the first one writes, and all return the result. Raises UserError.
     """
     tasks = [load_task(name, limit, folder) for name in dict.fromkeys(names)]
+    if len(set(distributed.gather(digest(tasks)))) > 1:  # they would run different programs, and wait for each other for ever
+        raise UserError("the processes have not read the same --tasks: give all of them the same flags and the same files")
     run = open_run(workdir, step, config, with_corpus=False)
     return run_tasks(run, Scorer(run.config, run.program.devices), tasks, workdir)
 
@@ -121,8 +126,9 @@ def run_tasks(run: Run, scorer: Scorer, tasks: Sequence[Task], workdir: str | Pa
             samples = _score(run, scorer, task, journal, setting)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("what was scored is kept, and the same command goes on") from None
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in samples))
-        journal.unlink()
+        if distributed.is_first():
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in samples))
+            journal.unlink()
         result["tasks"][task.name] = summary(task.kind, samples)
     return result
 
@@ -140,11 +146,13 @@ def _score(run: Run, scorer: Scorer, task: Task, journal: Path, setting: dict[st
     rows = encode(run.tokenizer, pairs, scorer.limit)
     every = list(dict.fromkeys(row for part in rows for row in part))
     lines = read_jsonl(journal)
-    known = {line["key"]: Score(*line["score"]) for line in lines[1:]} if lines[:1] == [setting] else {}
-    kept = [dict(key=row.key, score=known[row.key]) for row in every if row.key in known]
-    write_atomically(journal, "".join(json.dumps(line) + "\n" for line in [setting, *kept]))
+    lines = distributed.from_first(lines[1:] if lines[:1] == [setting] else [])  # all processes must score the same rows
+    known = {line["key"]: Score(*line["score"]) for line in lines}
     scores: dict[Row, Score] = {row: known[row.key] for row in every if row.key in known}
-    with open(journal, "a") as file, _Progress(task.name, len(every), len(scores)) as progress:
+    if writes := distributed.is_first():
+        kept = [dict(key=row.key, score=score) for row, score in scores.items()]
+        write_atomically(journal, "".join(json.dumps(line) + "\n" for line in [setting, *kept]))
+    with open(journal if writes else os.devnull, "a") as file, _Progress(task.name, len(every), len(scores)) as progress:
         for batch in scorer(run.params, [row for row in every if row not in scores]):
             file.writelines(json.dumps(dict(key=row.key, score=score)) + "\n" for row, score in batch.items())
             file.flush()

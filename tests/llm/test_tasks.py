@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import shutil
 import types
 
 import numpy as np
@@ -16,6 +17,7 @@ from llm.score import Scorer
 from llm.tasks import Score, load_task, sample, summary
 from main import COMMANDS
 from parallel.errors import CheckError, UserError
+from tests.jobs import job, running
 from tests.llm.runs import small, untrained
 
 
@@ -224,6 +226,44 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     # of another setting nothing is taken over
     journal.write_text('{"step": 2}\n{"key": "key", "score": [-1.0, 1, true]}\n')
     assert evaluate_tasks(folder, [name]) == want and batch == [7, 3, 7]
+
+
+def test_two_processes_score_as_one(folder, tmp_path, monkeypatch):
+    """The mesh spans both. The second has its own folder: without the scores that the first has, and nothing comes there."""
+    mesh, names, score = {"pipe": 2, "data": 2, "tensor": 2}, files(tmp_path), Scorer.__call__
+    config = small(model__layers=2, model__max_length=64, batch__rows=4, **{f"mesh__{n}": size for n, size in mesh.items()})
+    one, two = (shutil.copytree(folder, tmp_path / n, ignore=shutil.ignore_patterns("evaluations")) for n in ("one", "two"))
+    journal, begun = (samples_path(workdir, 3, names[3]).with_suffix(".journal") for workdir in (folder, one))
+    begun.parent.mkdir(parents=True)
+
+    def keeping(self, params, rows):  # what a call that is interrupted after the first batch leaves
+        for scores in score(self, params, rows):
+            yield scores
+            if journal.is_file() and not begun.is_file():
+                shutil.copy(journal, begun)
+
+    with monkeypatch.context() as context:
+        context.setattr(Scorer, "__call__", keeping)
+        want = evaluate_tasks(folder, names, config=config, folder=tmp_path)
+    untouched = sorted(two.rglob("*"))
+    flags = [f"--tasks={','.join(names)}", f"--tasks_dir={tmp_path}", "--json"]
+    flags += [f"--config.mesh.{name}={size}" for name, size in mesh.items()]
+    commands = [[*part, f"--workdir={own}"] for part, own in zip(job(2, "evaluate", *flags), (one, two))]
+    with running(commands, tmp_path / "logs") as children:
+        first, second = children.wait()
+    assert (first.code, second.code) == (0, 0), children.output()
+    assert json.loads(first.out) == want and second.out == ""
+    assert f"{names[3]}: 4 of 7 requests were scored before" in first.err and "requests" not in second.err
+    for name in names:
+        assert read_jsonl(samples_path(one, 3, name)) == read_jsonl(samples_path(folder, 3, name))
+    assert not list(one.rglob("*.journal")) and sorted(two.rglob("*")) == untouched
+
+
+@pytest.mark.smoke
+def test_processes_with_different_tasks_are_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel.distributed.gather", lambda value: [value, "of another file"])
+    with pytest.raises(UserError, match="have not read the same --tasks"):
+        evaluate_tasks(folder, files(tmp_path)[2:])
 
 
 @pytest.mark.smoke
