@@ -67,7 +67,7 @@ def is_own(device) -> bool:
 def save(folder: Path) -> dict:
     """A state in each of LAYOUTS, saved to FOLDER/N/OPTIMISER.LAYOUT."""
     from llm.checkpoint import Checkpoints
-    from tests.llm.test_checkpoint import Setup
+    from tests.llm.states import Setup
 
     for optimizer, layouts in LAYOUTS.items():
         for number, layout in enumerate(layouts):
@@ -86,7 +86,7 @@ def restore(folder: Path) -> dict:
     import numpy as np
 
     from llm.checkpoint import Checkpoints
-    from tests.llm.test_checkpoint import Setup
+    from tests.llm.states import Setup
 
     equal = 0
     for writers in (1, 2, 4):

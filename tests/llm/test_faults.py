@@ -1,14 +1,9 @@
 """What goes wrong in a run: nothing that was saved is lost, the run says what is the matter, and the same command goes on."""
 
 import dataclasses
-import functools
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,44 +12,19 @@ import pytest
 import llm.train
 from llm.checkpoint import Checkpoints, read
 from llm.commandline import dispatch
-from llm.config import CheckpointConfig, EvaluateConfig, TrainConfig
-from llm.data.corpus import Corpus, open_corpus
+from llm.config import TrainConfig
+from llm.data.corpus import open_corpus
 from llm.metrics import METRICS, Metrics, TensorBoard, read_jsonl
-from llm.skips import FEWEST, WINDOW, Skips
-from llm.step import Program, build
+from llm.step import Program
 from llm.train import train
-from llm.watchdog import FACTOR, HUNG, LEAST, Watchdog
 from llm.workdir import CONFIG, locked
 from main import COMMANDS
-from parallel.errors import CheckError, UserError
-from tests.llm.runs import records, small
+from parallel.errors import UserError
+from tests.llm.faults import after, interrupt, tiny
+from tests.llm.runs import records
 
+pytestmark = pytest.mark.usefixtures("one_program")
 ROOT = Path(__file__).resolve().parents[2]
-TINY = dict(
-    model__layers=1, model__width=16, model__vocab=280, pipeline__chunks=1,
-    checkpoint__every=3, checkpoint__keep=9, evaluate__every=5, train__steps=12,
-)  # fmt: skip
-
-
-def tiny(**changes):
-    return small(**TINY | changes)
-
-
-@functools.cache
-def program_of(config, devices):
-    return build(config, list(devices))
-
-
-@pytest.fixture(autouse=True)
-def one_program(monkeypatch):
-    """Runs that differ in nothing that is compiled share a program."""
-
-    def shared(config, devices):
-        train = dataclasses.replace(TrainConfig(), steps=config.train.steps)
-        same = dict(train=train, checkpoint=CheckpointConfig(), evaluate=EvaluateConfig(), init_from="", data=tiny().data)
-        return program_of(dataclasses.replace(config, **same), tuple(devices))
-
-    monkeypatch.setattr(llm.train, "build", shared)
 
 
 @pytest.fixture(scope="module")
@@ -67,25 +37,6 @@ def run(tmp_path_factory):
 
 def snapshot(folder: Path) -> dict:
     return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
-
-
-def after(monkeypatch, place, name: str, act, times: int = 1):
-    """Let `act` happen when a function has been called for the so-manieth time."""
-    whole, calls = getattr(place, name), []
-
-    def wrapped(*args, **options):
-        result = whole(*args, **options)
-        calls.append(0)
-        if len(calls) == times:
-            act()
-        return result
-
-    monkeypatch.setattr(place, name, wrapped)
-
-
-def interrupt(number=signal.SIGTERM):
-    os.kill(os.getpid(), number)
-    time.sleep(0.2)
 
 
 # ------------------------------------------------------------------------------------------- a start that is refused
@@ -187,7 +138,7 @@ def test_a_signal_at_any_time_stops_after_saving(place, name, times, number, run
 def test_stopped_before_the_first_step_says_that_nothing_is_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     after(monkeypatch, llm.train, "open_corpus", lambda: interrupt(signal.SIGUSR1))
-    (tmp_path / "config.py").write_text("from tests.llm.test_faults import tiny as get_config\n")
+    (tmp_path / "config.py").write_text("from tests.llm.faults import tiny as get_config\n")
     command = ["train", f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run"]
     assert dispatch(COMMANDS, command) == 75
     assert "stopped before the first step: nothing to save" in capsys.readouterr().out
@@ -233,154 +184,6 @@ def test_interrupted_again_and_again_is_uninterrupted(tmp_path, monkeypatch):
     for name in ("params/embed/tokens", "optimizer/adam/nu/embed/tokens", "step"):
         whole, parts = (read(tmp_path / run / "checkpoints", 12, name) for run in ("whole", "parts"))
         np.testing.assert_array_equal(whole, parts)
-
-
-# ------------------------------------------------------------------------------------------- updates that are skipped
-def poison(monkeypatch, positions, weights=(3e38, -3e38)):
-    """Batches whose first two tokens count so much, by default that the loss is not a number."""
-    whole = Corpus.batch
-
-    def batch(self, seed, step, *args, **options):
-        found = whole(self, seed, step, *args, **options)
-        if step in positions:
-            found["weights"] = found["weights"].copy()
-            found["weights"][0, :2] = weights
-        return found
-
-    monkeypatch.setattr(Corpus, "batch", batch)
-
-
-def moved(monkeypatch, begin, by):
-    """The batches of a run that has none of `begin` to `begin + by`."""
-    whole = Corpus.batch
-    shifted = lambda self, seed, step, *args, **options: whole(self, seed, step + by * (step >= begin), *args, **options)
-    monkeypatch.setattr(Corpus, "batch", shifted)
-
-
-def test_skipped_updates_lead_back_to_a_checkpoint_and_past_their_text(tmp_path, monkeypatch):
-    """Updates 8 and 9 are skipped: the run is that of the text without the batches since checkpoint 6."""
-    with monkeypatch.context() as context:
-        moved(context, 6, 3)
-        train(tiny(), tmp_path / "without")
-    config = tiny(train__rollback=2)
-    with monkeypatch.context() as context:
-        poison(context, (7, 8))
-        result = train(config, tmp_path / "through")
-        assert (result["rollbacks"], result["skipped"], result["step"]) == (1, 2, 12)
-        after(context, Metrics, "step", interrupt, 11)  # stopped after the roll-back
-        assert 8 <= train(config, tmp_path / "twice")["step"] < 12
-        train(config, tmp_path / "twice")
-    assert clean(tmp_path / "through") == clean(tmp_path / "without") == clean(tmp_path / "twice")
-    assert Checkpoints(tmp_path / "through/checkpoints", 9).meta(12)["position"] == 15
-
-
-def clean(workdir):
-    """Records without what says which text was read, which the shifted run says otherwise."""
-    return [{name: value for name, value in record.items() if "epoch" not in name} for record in records(workdir)]
-
-
-def test_a_run_that_stops_among_skipped_updates_still_goes_back(tmp_path, monkeypatch):
-    config = tiny(train__rollback=4)
-    poison(monkeypatch, (4, 5, 6, 7))
-    train(config, tmp_path / "through")
-    for line, step in ((6, 6), (7, 8), (8, 3)):  # among them; before the last is read; when it is, and another under way
-        with monkeypatch.context() as context:
-            after(context, Metrics, "step", interrupt, line)
-            assert train(config, tmp_path / f"stopped{line}")["step"] == step
-        train(config, tmp_path / f"stopped{line}")
-        assert records(tmp_path / f"stopped{line}") == records(tmp_path / "through")
-
-
-def test_no_way_back_is_said(tmp_path, monkeypatch):
-    poison(monkeypatch, range(99))
-    with pytest.raises(CheckError, match=r"the 4 updates until step 4 were skipped.*no checkpoint left to go back to"):
-        train(tiny(train__rollback=4), tmp_path / "a")
-    with pytest.raises(CheckError, match=r"all 12 updates were skipped.*lower optimizer\.lr"):
-        train(tiny(train__rollback=0), tmp_path / "b")
-    assert all(line["skipped"] == 1 and line["loss"] is None for line in read_jsonl(tmp_path / "b" / METRICS) if "lr" in line)
-
-
-def test_each_time_further_back(tmp_path, monkeypatch):
-    train(tiny(), tmp_path)
-    Checkpoints(tmp_path / "checkpoints", 9).delete(12)
-    poison(monkeypatch, range(9, 99))
-    with pytest.raises(CheckError, match="no checkpoint left"):
-        train(tiny(train__rollback=2), tmp_path)
-    assert Checkpoints(tmp_path / "checkpoints", 9).steps() == [3]
-
-
-def test_a_spike_of_the_gradient_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm.skips.FEWEST", 3)
-    config = tiny(train__spike=4)
-    poison(monkeypatch, (7,), (9000.0, -8999.0))
-    result = train(config, tmp_path / "through")
-    assert (result["skipped"], result["rollbacks"]) == (1, 0)
-    line = next(line for line in read_jsonl(tmp_path / "through" / METRICS) if line["step"] == 8)
-    assert line["skipped"] == 1 and line["grad_norm"] > 4 and line["loss"] is not None
-    with monkeypatch.context() as context:
-        after(context, Metrics, "step", interrupt, 6)
-        train(config, tmp_path / "stopped")
-    train(config, tmp_path / "stopped")
-    assert records(tmp_path / "stopped") == records(tmp_path / "through")
-
-
-@pytest.mark.smoke
-def test_the_limit_of_the_gradient_norm():
-    skips = Skips(3.0, 0)
-    assert skips.limit(1) == float("inf")
-    for step in range(1, 200):
-        skips.note(step, float(step), skipped=step % 7 == 0)
-        known = range(max(1, step - WINDOW), step)
-        assert skips.limit(step + 1) == (3.0 * np.median(known) if len(known) >= FEWEST else float("inf"))
-    last = range(199 - WINDOW, 199)
-    assert skips.limit(200) == 3.0 * np.median(last)  # of updates until 198: 199 is read while 200 runs
-    again = Skips(3.0, 0, json.loads(json.dumps(skips.meta())))
-    assert again.limit(200) == skips.limit(200) and again.limit(201) == skips.limit(201)
-    skips.note(200, float("nan"), True)
-    assert skips.limit(202) == 3.0 * np.median(range(200 - WINDOW, 200))
-    assert Skips(0.0, 3).limit(5) is None
-    with pytest.raises(UserError, match=r"train\.spike=0\.9 would skip usual updates"):
-        tiny(train__spike=0.9).validate()
-
-
-# ------------------------------------------------------------------------------------------- a step that hangs
-HANGS = """
-import threading, time
-from llm.watchdog import Watchdog
-def stuck_here():
-    time.sleep(60)
-watchdog = Watchdog(0.5)
-with watchdog.watch("step"):
-    time.sleep(1)  # it compiles
-with watchdog.watch("step"):
-    pass
-threading.Thread(target=stuck_here, daemon=True).start()
-with watchdog.watch("step"):
-    stuck_here()
-"""
-
-
-@pytest.mark.smoke
-def test_the_watchdog_shows_every_stack_and_exits_70():
-    result = subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert result.returncode == HUNG == 70
-    assert "watchdog: no end of the step" in result.stderr and result.stderr.count("stuck_here") == 2
-
-
-@pytest.mark.smoke
-def test_how_long_work_may_take():
-    def limits(seconds, kind="step", durations=()):
-        watchdog = Watchdog(0)
-        watchdog.seconds = seconds
-        watchdog._history[kind].extend(durations)
-        watchdog._begun |= {kind} if durations else set()
-        return watchdog.limit(kind)
-
-    assert limits(5.0) is None  # the first compiles
-    assert limits(5.0, durations=[1.0]) == 5.0 and limits(5.0, "evaluation", [1.0]) == FACTOR
-    assert limits(5.0, "evaluation", [0.1]) == 5.0 and limits(0, durations=[1.0]) is None
-    assert limits(-1, durations=[1.0]) == LEAST and limits(-1, durations=[100.0, 100.0, 1.0]) == 100 * FACTOR
-    assert limits(-1) is None
 
 
 # ------------------------------------------------------------------------------------------- beginning with another run
