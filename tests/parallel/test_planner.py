@@ -267,9 +267,16 @@ def test_one_suite_as_json():
     assert main("plan_errors", "--suite=blom").returncode == 2
 
 
+def test_an_aim_that_was_missed_is_said(monkeypatch):
+    monkeypatch.setattr("llm.plan_errors.AIMS", (("all", "mape", 0.5), ("all", "median", 99.0), ("elsewhere", "mape", 1.0)))
+    _, text = plan_errors(suite="bloom")
+    said = [line for line in text.splitlines() if "aim" in line]
+    assert [line.endswith("(aim 0.5, missed)") for line in said] == [True, False] and said[1].endswith("(aim 99)")
+
+
 def test_tables_of_choices_and_memory():
     found, text = plan_errors(suite="bloom", table="choices")
-    assert all(c["regret_pct"] >= 0 and c["layouts"] >= 3 for c in found) and "mean regret" in text
+    assert all(c["regret_pct"] >= 0 and c["layouts"] >= 3 for c in found) and "regret mean" in text
     lines, text = plan_errors(suite="bloom", table="memory")
     assert len(lines) == 10 and set(lines[0]) >= {"id", "measured", "predicted_gib", "error_pct"} and "10 rows" in text
     with pytest.raises(UserError, match="choices"):
