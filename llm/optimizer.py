@@ -1,8 +1,8 @@
 """What turns gradients into updates (AdamW, Muon, SGD) and the learning rate of each update.
 
 The transformations know neither the learning rate nor the clipping: the training step clips, calls `update`, and adds
-`-lr * update`. They treat every leaf (and within a stacked leaf every layer) by itself, so they run unchanged on the
-slice that one pipe rank holds.
+`-lr * update`. They treat every leaf (and within a stacked leaf every layer) by itself, and run inside a shard_map on the
+part of it that one device holds.
 """
 
 import math
@@ -10,12 +10,12 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from jax.sharding import PartitionSpec
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from parallel.errors import UserError
-from parallel.sharding import ParamSpec
+from parallel.sharding import STACK_DIMS, ParamSpec, on_whole
 
-STACK_DIMS = 3  # a per-layer parameter is [chunks, pipe, slots, *shape] in memory
 MUON_RMS = 0.2
 
 
@@ -49,8 +49,11 @@ def learning_rate(config, steps: int):
     return rate
 
 
-def make_optimizer(config, specs) -> optax.GradientTransformation:
+def make_optimizer(config, specs, partitions=None) -> optax.GradientTransformation:
     """The transformation named config.name, without learning rate and clipping; `specs`: ParamSpecs shaped like params.
+
+    partitions: PartitionSpecs shaped like params, of which `update` gets this device's parts, in a shard_map that is manual
+    over their axes; None: it gets all.
 
     Weight decay is decoupled and touches matrices only, by `ParamSpec.kind`: a bias may have two dimensions. State is
     fp32 whatever the dtype of parameters and gradients.
@@ -69,11 +72,12 @@ def make_optimizer(config, specs) -> optax.GradientTransformation:
     if config.name == "adamw":
         parts = {"adam": adam}
     elif config.name == "muon":
-        dims = jax.tree.map(_dimension_numbers, specs, is_leaf=is_spec)
+        whole = jax.tree.map(lambda spec: PartitionSpec(), specs, is_leaf=is_spec)
+        muon = _scale_by_muon(config.momentum, specs, partitions or whole)
         rest = jax.tree.map(lambda is_matrix: not is_matrix, matrix)
         scales = jax.tree.map(_muon_scale, specs, is_leaf=is_spec)
         parts = {
-            "muon": optax.masked(scale_by_muon(beta=config.momentum, weight_dimension_numbers=dims), matrix),
+            "muon": optax.masked(muon, matrix),
             "scale": optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)),
             "adam": optax.masked(adam, rest),
         }
@@ -106,13 +110,32 @@ def like_params(optimizer: optax.GradientTransformation, optimizer_state, tree, 
     )
 
 
-def _dimension_numbers(spec: ParamSpec):
-    """Which memory dimensions make the matrix; the others (the stack) are batch. MaskedNode for what is no matrix."""
-    if spec.kind != "matrix":
-        return optax.MaskedNode()
-    shift = STACK_DIMS if spec.stacked else 0
-    outputs = set(range(len(spec.shape))) - set(spec.inputs)
-    return MuonDimensionNumbers(tuple(shift + d for d in spec.inputs), tuple(shift + d for d in sorted(outputs)))
+def _scale_by_muon(beta: float, specs, partitions) -> optax.GradientTransformation:
+    """optax's scale_by_muon, but whole matrices come together once, and not in each product of the orthogonalisation."""
+
+    def update(grads, state, params=None):
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(grads, state.mu, beta, 1)
+        ahead = jax.tree.map(
+            lambda m, g: beta * m + (1 - beta) * g,
+            optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
+            optax.tree.bias_correction(grads, beta, count),
+        )
+        one = lambda spec, x, parts: x if isinstance(x, optax.MaskedNode) else _orthogonalised(spec, x, parts)
+        updates = jax.tree.map(one, specs, ahead, partitions)
+        return updates, MuonState(count, mu, state.ns_coeffs)
+
+    return optax.GradientTransformation(scale_by_muon(beta=beta).init, update)
+
+
+def _orthogonalised(spec: ParamSpec, x: jax.Array, parts: PartitionSpec) -> jax.Array:
+    """This device's part of the orthogonalised matrices, layer by layer; x: its part of the matrices."""
+    stack = STACK_DIMS if spec.stacked else 0
+    outputs = sorted(set(range(len(spec.shape))) - set(spec.inputs))
+    dims = MuonDimensionNumbers(tuple(1 + d for d in spec.inputs), tuple(1 + d for d in outputs))
+    alone = scale_by_muon(beta=0.0, weight_dimension_numbers=dims)  # without momentum it does nothing else
+    run = lambda x_N: alone.update(x_N, alone.init(x_N))[0]
+    return on_whole(run, x.reshape(-1, *x.shape[stack:]), PartitionSpec(None, *parts[stack:])).reshape(x.shape)
 
 
 def _muon_scale(spec: ParamSpec) -> float:

@@ -23,7 +23,7 @@ from llm.objective import CrossEntropy
 from llm.optimizer import learning_rate, like_params, make_optimizer
 from parallel import pipeline, schedule, xla_flags
 from parallel.mesh import make_mesh
-from parallel.sharding import Stored, make_layout, manual_part, memory_shape, pad, stored
+from parallel.sharding import Stored, make_layout, memory_shape, pad, stored
 
 Tree = Any
 _place = jax.make_array_from_callback  # in several processes each makes only its own part
@@ -129,7 +129,7 @@ class Program:
 
     @functools.cached_property
     def optimizer(self):
-        return make_optimizer(self.config.optimizer, self.specs)
+        return make_optimizer(self.config.optimizer, self.specs, self.plan.param_specs())
 
     # ------------------------------------------------------------------------------------------- state
     @functools.cached_property
@@ -231,9 +231,9 @@ class Program:
 
     # ------------------------------------------------------------------------------------------- steps
     def _update(self, state: Tree, grads: Tree, factor: jax.Array, rate: jax.Array, keep: jax.Array) -> Tree:
-        """Optimiser on each rank of the pipe by itself (Muon would else gather all layers); nothing changes unless keep."""
-        along = lambda tree: jax.tree.map(lambda s: manual_part(s.spec, ("pipe",)), tree)
-        params, moments = along(self.shardings["params"]), along(self.shardings["optimizer"])
+        """Optimiser on each device's part of the state (what Muon communicates is written there); nothing changes unless
+        keep."""
+        params, moments = (jax.tree.map(lambda s: s.spec, self.shardings[name]) for name in ("params", "optimizer"))
 
         def update(params, moments, grads, factor, rate, keep):
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -243,7 +243,7 @@ class Program:
             return choose(stepped, params), choose(new, moments)
 
         specs = (params, moments, params, P(), P(), P())
-        run = jax.shard_map(update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2], axis_names={"pipe"}, check_vma=False)
+        run = jax.shard_map(update, mesh=self.mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
         return run(state["params"], state["optimizer"], grads, factor, rate, keep)
 
     def gradients(self, state: Tree, batch: Tree, table: Tree) -> tuple[Tree, Tree]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from parallel.axes import SUM_AXES
@@ -15,6 +16,9 @@ from parallel.schedule.table import place
 
 RULES = dict(vocab=("pipe", "tensor"), heads=("tensor",), kv_heads=("tensor",), ffn=("tensor",))
 """Logical axis of a parameter -> the mesh axes that split it; axes that are not named here stay whole."""
+
+STACK_DIMS = 3
+"""A per-layer parameter is [chunks, pipe, slots, *shape] in memory."""
 
 PADDED = ("vocab",)
 """Logical axes that are padded with zeros until they divide; the others stay whole when they do not."""
@@ -113,12 +117,14 @@ def partition(spec: ParamSpec, sizes: Mapping[str, int]) -> PartitionSpec:
 
 
 def zero_dim(spec: ParamSpec, layout: Layout, sizes: Mapping[str, int], zero: int) -> int | None:
-    """The dimension of a leaf in memory that ZeRO splits over `data`: the largest whole one that divides, or None."""
+    """The dimension of a leaf in memory that ZeRO splits over `data`, one that it divides and nothing else splits, or None:
+    chunks or slots, so that each rank has whole layers (Muon needs them), else the largest."""
     if not zero or sizes["data"] == 1:
         return None
     shape, axes = memory_shape(spec, layout, sizes), partition(spec, sizes)
     free = [d for d, n in enumerate(shape) if _split(axes[d], sizes) == 1 and n % sizes["data"] == 0]
-    return max(free, key=lambda d: (shape[d], d), default=None)
+    stack = [d for d in free if spec.stacked and d < STACK_DIMS]
+    return max(stack or free, key=lambda d: (shape[d], d), default=None)
 
 
 def _split(axes: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> int:
@@ -146,6 +152,37 @@ def automatic_part(spec: PartitionSpec, manual: tuple[str, ...]) -> PartitionSpe
     names = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
     kept = [tuple(a for a in axes if a not in manual) for axes in names]
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+
+
+def on_whole(run: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """This device's part of run(whole x), inside a shard_map that is manual over the axes in `spec`.
+
+    x: this device's part of N arrays [N, ...] that `spec` splits, but not in the first dimension; `run` keeps shapes and
+    treats each of the N by itself. The devices that hold parts of the same arrays share these out: each sends its parts
+    and gets whole arrays, N / devices of them, and the results go back. Where that communicates more than one gather of
+    everything (N is 1, or odd on two devices), all gather, and all compute everything."""
+    part, axes = x.shape[1:], [*spec[1:], *[None] * x.ndim][: x.ndim - 1]
+    ways = [lax.axis_size(a) if a else 1 for a in axes]
+    names = tuple(name for a in axes if a for name in ((a,) if isinstance(a, str) else a))
+    devices, dims = math.prod(ways), len(part)
+    if devices == 1:
+        return run(x)
+    share = -(-len(x) // devices)
+    order = [dims, *(i for d in range(dims) for i in (d, dims + 1 + d))]  # [*ways, N, *part] -> [N, way, part, way, part, ...]
+
+    def join(parts):  # [devices, N, *part] -> [N, *whole]
+        x = parts.reshape(*ways, -1, *part).transpose(order)
+        return x.reshape(-1, *(w * n for w, n in zip(ways, part)))
+
+    def cut(x):
+        x = x.reshape(-1, *(n for pair in zip(ways, part) for n in pair))
+        return x.transpose(np.argsort(order)).reshape(devices, -1, *part)
+
+    if 2 * share > len(x):
+        return cut(run(join(lax.all_gather(x, names))))[lax.axis_index(names)]
+    exchange = lambda parts: lax.all_to_all(parts, names, 0, 0)
+    parts = exchange(pad(x, (devices * share, *part)).reshape(devices, share, *part))
+    return exchange(cut(run(join(parts)))).reshape(-1, *part)[: len(x)]
 
 
 def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,5 +1,6 @@
 """Optimiser: schedules, decay mask, Muon by layer, fp32 state, help for shardings."""
 
+import dataclasses
 import types
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 
 from llm.optimizer import learning_rate, like_params, make_optimizer
 from parallel.errors import UserError
-from parallel.sharding import ParamSpec
+from parallel.mesh import make_mesh
+from parallel.sharding import Layout, ParamSpec, partition, with_axis, zero_dim
 
 CPL = (2, 1, 2)  # chunks, pipe, slots; the last slot of the last chunk is empty
 
@@ -132,6 +134,30 @@ def test_muon_is_optax_muon_of_each_layer():
         np.testing.assert_array_equal(a, b)
     rms = [float(jnp.sqrt(jnp.mean(u[0] ** 2))) for u in (updates["block"]["query"], updates["block"]["out"])]
     assert all(0.1 < r < 0.3 for r in rms)
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(data=2), dict(data=3), dict(data=4), dict(data=3, tensor=2), dict(data=4, tensor=2)], ids=str
+)
+def test_muon_of_parts_is_part_of_muon(mesh):
+    """With ZeRO and tensor parallelism: `data` divides chunks and slots (2), or dimensions of a matrix (3, 4)."""
+    mesh = make_mesh(mesh)
+    specs = jax.tree.map(lambda s: s, SPECS)
+    specs["block"]["query"] = dataclasses.replace(specs["block"]["query"], axes=(None, "heads", None))
+    specs["block"]["out"] = dataclasses.replace(specs["block"]["out"], axes=("heads", None, None))
+    layout = Layout(3, np.array([[[0, 1]], [[2, -1]]]))
+    zero = lambda s: with_axis(partition(s, mesh.shape), zero_dim(s, layout, mesh.shape, 1), "data")
+    config, partitions = make_config(name="muon", weight_decay=0.1), jax.tree.map(zero, specs)
+    whole, parts = make_optimizer(config, specs), make_optimizer(config, specs, partitions)
+    params, state = random_tree(0), whole.init(random_tree(0))
+    moments = like_params(whole, state, partitions, jax.sharding.PartitionSpec())
+    shard = dict(mesh=mesh, in_specs=(partitions, moments, partitions), out_specs=(partitions, moments), check_vma=False)
+    want, got = (None, state), (None, state)
+    for seed in (1, 2):
+        want = jax.jit(whole.update)(random_tree(seed), want[1], params)
+        got = jax.jit(jax.shard_map(parts.update, **shard))(random_tree(seed), got[1], params)
+    assert any("data" in p for p in jax.tree.leaves(partitions))
+    jax.tree.map(lambda w, g: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), want, got)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])

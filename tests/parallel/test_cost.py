@@ -241,14 +241,37 @@ def test_initialisation_needs_little_more_than_the_state(mesh):
     assert sum(c.bytes for c in hlo.collectives(compiled.as_text())) < 0.01 * share
 
 
-def test_muon_gathers_no_layer_of_another_pipe_rank():
-    one = program(EVERY, optimizer=dict(name="muon"), model=dict(layers=4))
+def of_muon(mesh: dict, layers: int, chunks: int, zero: int = 1) -> tuple[Program, list[hlo.Collective]]:
+    """(program, what the compiled update of Muon communicates but for scalars)."""
+    schedule = dict(schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks)
+    one = program(mesh, optimizer=dict(name="muon"), model=dict(layers=layers), pipeline=schedule, zero=zero)
     state, scalar = one.abstract_state(), jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(one.mesh, P()))
     with jax.set_mesh(one.mesh):
-        compiled = jax.jit(one.apply).lower(state, dict(loss=scalar, tokens=scalar), state["params"]).compile()
-    found = hlo.collectives(compiled.as_text())
-    assert any(dims for c in found for _, dims in c.results)  # over data and tensor there is something to gather
-    assert all(not dims for c in found if "pipe" in c.axes(one.mesh.shape) for _, dims in c.results)
+        step = jax.jit(one.apply, out_shardings=(one.shardings, None))
+        compiled = step.lower(state, dict(loss=scalar, tokens=scalar), state["params"]).compile()
+    return one, [c for c in hlo.collectives(compiled.as_text()) if any(dims for _, dims in c.results)]
+
+
+@pytest.mark.parametrize("mesh", [dict(data=2), dict(data=4), dict(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("layers, chunks", [(4, 1), (6, 1), (6, 3), (2, 1)])
+def test_muon_with_zero_gathers_each_matrix_once_at_most(mesh, layers, chunks):
+    """Nothing where `data` divides chunks or slots; else the shorter of a gather and an exchange of layers there and back."""
+    one, found = of_muon(mesh, layers, chunks)
+    of_rank, data = layers // mesh.get("pipe", 1), mesh["data"]
+    of_layer = sum(4 * math.prod(s.shape) for s in leaves(one) if s.kind == "matrix")
+    divides = chunks % data == 0 or of_rank // chunks % data == 0
+    wanted = 0 if divides else min(of_rank, 2 * math.ceil(of_rank / data))
+    assert sum(c.bytes for c in found) == wanted * of_layer <= of_rank * of_layer
+    assert all(c.axes(one.mesh.shape) == ("data",) for c in found)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_muon_gathers_each_matrix_once_at_most_over_tensor_too(zero):
+    one, found = of_muon(EVERY, 6, 1, zero)
+    of_layer = sum(4 * math.prod(s.shape) for s in leaves(one) if s.kind == "matrix")
+    assert one.layout.slots == 3 and {c.kind for c in found} == {"all-gather" if zero == 0 else "all-to-all"}
+    assert sum(c.bytes for c in found) == (3 if zero == 0 else 2) * of_layer
+    assert all(c.axes(one.mesh.shape) == (("data", "tensor") if zero else ("tensor",)) for c in found)
 
 
 # ------------------------------------------------------------------------------------------- tensor, and the loop over ticks

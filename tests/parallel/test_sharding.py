@@ -20,6 +20,7 @@ from parallel.sharding import (
     make_layout,
     manual_part,
     memory_shape,
+    on_whole,
     pad,
     partition,
     stored,
@@ -97,6 +98,19 @@ def test_fewer_kv_heads_than_tensor_ranks_are_replicated(tensor, split):
     assert partition(three, ONE | dict(tensor=2))[4] is None
 
 
+def test_zero_splits_chunks_or_slots_so_that_a_rank_has_whole_layers():
+    sizes = ONE | dict(data=2, pipe=2)
+    dim = lambda chunks, layers, **more: zero_dim(
+        spec((64, 32), (None, None), **more), make_layout(layers, "loop", 2, chunks), sizes, 1
+    )
+    assert dim(1, 8, stacked=True) == 2  # 4 slots, though 64 is more
+    assert dim(4, 8, stacked=True) == 0  # one slot in each of 4 chunks
+    assert dim(2, 16, stacked=True) == 2
+    assert dim(4, 16, stacked=True) == 0
+    assert dim(3, 18, stacked=True) == 3  # 3 slots in 3 chunks
+    assert dim(1, 8) == 0
+
+
 def test_zero_splits_the_largest_whole_dimension_that_divides():
     layout = make_layout(6, "loop", 2, 1)
     sizes = ONE | dict(data=4, tensor=2, pipe=2)
@@ -121,6 +135,31 @@ def test_parts_of_a_partition():
     both = P(("replica", "data"))
     assert manual_part(both, MANUAL_AXES) == both
     assert automatic_part(both, MANUAL_AXES) == P(None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        P(None, "data"),
+        P(None, None, "tensor"),
+        P(None, "tensor", None, "data"),
+        P(None, ("data", "tensor")),
+        P(None, "pipe", ("data", "tensor")),
+        P(),
+    ],
+    ids=str,
+)
+def test_a_function_of_whole_arrays_runs_on_their_parts(parts, count):
+    mesh = make_mesh(dict(data=2, pipe=2, tensor=2))
+    x = np.arange(count * 4 * 8 * 6, dtype=np.float32).reshape(count, 4, 8, 6)
+
+    def run(x_N):  # each element of an array depends on all those before it, and nothing on another array
+        assert x_N.shape[1:] == x.shape[1:]
+        return jax.numpy.cumsum(x_N.reshape(len(x_N), -1), 1).reshape(x_N.shape)
+
+    on_parts = jax.shard_map(lambda x: on_whole(run, x, parts), mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(on_parts)(x), np.cumsum(x.reshape(count, -1), 1).reshape(x.shape))
 
 
 def test_pad_appends_zeros():
