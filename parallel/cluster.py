@@ -49,9 +49,10 @@ class Gpu:
     """One GPU.
 
     peak: dense TFLOP/s by precision (bf16 stands for fp16 too; fp4 for NVFP4). ceiling: share of the peak that the best
-    large matmul reaches, by precision. hbm_gib: memory. hbm_tbs, hbm_share: peak TB/s and the share that a copy reaches.
-    sms: multiprocessors, for wave quantisation. ring: (bytes, GB/s) all-reduce bus bandwidth over the GPUs that share
-    NVLink, by message size. nvlink_gbs: GB/s of a GPU's NVLinks to the switch, both directions. watts: board power.
+    large matmul reaches, by precision. hbm_gib: memory that the driver reports. hbm_tbs, hbm_share: peak TB/s and the share
+    that a copy reaches. sms: multiprocessors, for wave quantisation. ring: (bytes, GB/s) all-reduce bus bandwidth over the
+    GPUs that share NVLink, by message size. nvlink_gbs: GB/s of a GPU's NVLinks to the switch, both directions. watts: board
+    power.
     """
 
     name: str
@@ -98,13 +99,13 @@ def _slower(ring: tuple, factor: float) -> tuple:
 GPUS: dict[str, Gpu] = dict(
     (
         _gpu("V100-32", dict(bf16=125.0), dict(bf16=0.75), 32, 0.9, 0.85, 80, _slower(RING_A100, 0.5), 300, _UNVERIFIED),
-        _gpu("A100-40", _AMPERE, _A, 40, 1.555, 0.83, 108, RING_A100, 400, f"{SHEET}; {GUIDE}"),
-        _gpu("A100-80", _AMPERE, _A, 80, 2.039, 0.79, 108, RING_A100, 400, f"{SHEET}; {GUIDE}"),
-        _gpu("A800-80", _AMPERE, _A, 80, 2.039, 0.79, 108, _slower(RING_A100, 0.67), 400, _UNVERIFIED),
-        _gpu("H100-80", _HOPPER, _H, 80, 3.35, 0.87, 132, RING_H100, 700, f"{SHEET}; {GUIDE}; stas00/ml-engineering"),
+        _gpu("A100-40", _AMPERE, _A, 39.4, 1.555, 0.83, 108, RING_A100, 400, f"{SHEET}; {GUIDE}"),
+        _gpu("A100-80", _AMPERE, _A, 79.2, 2.039, 0.79, 108, RING_A100, 400, f"{SHEET}; {GUIDE}"),
+        _gpu("A800-80", _AMPERE, _A, 79.2, 2.039, 0.79, 108, _slower(RING_A100, 0.67), 400, _UNVERIFIED),
+        _gpu("H100-80", _HOPPER, _H, 79.1, 3.35, 0.87, 132, RING_H100, 700, f"{SHEET}; {GUIDE}; stas00/ml-engineering"),
         _gpu("H100-96", _HOPPER, dict(bf16=0.62, fp8=0.52), 96, 2.4, 0.87, 132, RING_H100, 500, "pytorch/torchtitan: 500 W"),
         _gpu("H100-PCIe", dict(bf16=756.0, fp8=1513.0), _H, 80, 2.0, 0.87, 114, _slower(RING_H100, 0.5), 350, SHEET),
-        _gpu("H800-80", _HOPPER, _H, 80, 3.35, 0.87, 132, _slower(RING_H100, 0.44), 700, _UNVERIFIED),
+        _gpu("H800-80", _HOPPER, _H, 79.1, 3.35, 0.87, 132, _slower(RING_H100, 0.44), 700, _UNVERIFIED),
         _gpu("H20-96", dict(bf16=148.0, fp8=296.0), dict(bf16=0.9, fp8=0.9), 96, 4.0, 0.85, 78, RING_H100, 400, _UNVERIFIED),
         _gpu("GH200", _HOPPER, _H, 96, 4.0, 0.85, 132, RING_H100, 700, _UNVERIFIED),
         _gpu("H200", _HOPPER, dict(bf16=0.80, fp8=0.69), 141, 4.8, 0.84, 132, RING_H100, 700, f"{SHEET}; {GUIDE}"),

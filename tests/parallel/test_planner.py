@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from llm import costs, overrides, plan, published
+from llm.compile import TARGETS
 from llm.families import preset
 from llm.layout import as_config, possible
 from llm.plan_errors import choices, plan_errors, predict, predict_run, summary
-from parallel import bubble, communication, frameworks, layouts, reliability
+from parallel import bubble, communication, deviceless, frameworks, layouts, reliability
 from parallel.cluster import CLUSTERS, GPUS, find_cluster, find_gpu
 from parallel.errors import UserError
 from parallel.operator_time import matmul
@@ -123,6 +124,13 @@ def test_hardware_has_sources_and_names_that_sources_write():
     assert {words: find_gpu(words).name for words in names} == names
     with pytest.raises(UserError, match="TPU v5p"):
         find_gpu("TPU v5p")
+
+
+@pytest.mark.parametrize("name, target", TARGETS.items())
+def test_a_gpu_has_the_memory_that_the_compiler_counts(name, target):
+    """Else `plan` proposes what `compile` says does not fit."""
+    compiled = deviceless.TARGETS[target].memory_bytes / 2**30
+    assert compiled - 0.5 < GPUS[name].hbm_gib <= compiled + 0.02
 
 
 def test_a_cluster_from_a_file(tmp_path):
