@@ -32,6 +32,10 @@ def _given(options: Options) -> Config:
     raise UserError("this command needs --config=FILE, for example --config=experiments/configs/demo.py")
 
 
+OWN = ("changes", "config", "coordinator", "join_timeout", "json", "process", "processes", "tasks", "tasks_dir", "workdir")
+"""Flags in which the processes of a job may differ: places are theirs, and what is there is compared."""
+
+
 def _on_devices(config: Config, options: Options) -> Config:
     """The configuration with the overrides, on devices that are asked for; joins the job of several processes, if any.
 
@@ -42,7 +46,10 @@ def _on_devices(config: Config, options: Options) -> Config:
         raise UserError(f"this command runs in one process and this is one of {job.processes} ({job.launcher}): start it once")
     config = request_devices(overrides.apply(config, options.changes), options.devices, job.processes if job else 1)
     if job:
-        distributed.join(job, options.join_timeout, configuration=identity(config))
+        given = {name: value for name, value in sorted(vars(options).items()) if name not in OWN}
+        given["tasks"] = bool(vars(options).get("tasks"))
+        command = " ".join(f"--{name}={value}" for name, value in given.items() if value)
+        distributed.join(job, options.join_timeout, configuration=identity(config), command=command)
     if config.plan:
         import jax
 
@@ -79,7 +86,8 @@ def evaluate(options: Options) -> tuple[Any, str, int]:
 
     with distributed.guard():
         if options.tasks:
-            names = [name for name in options.tasks.split(",") if name]
+            if not (names := [name for name in options.tasks.split(",") if name]):
+                raise UserError(f"--tasks={options.tasks} names no task: --tasks=NAME,NAME")
             result = evaluate_tasks(options.workdir, names, options.limit, options.step, config, options.tasks_dir)
             return result, tasks_table(result), 0
         result = evaluate(options.workdir, step=options.step, config=config)

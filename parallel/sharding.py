@@ -159,8 +159,7 @@ def on_whole(run: Callable[[jax.Array], jax.Array], x: jax.Array, spec: Partitio
 
     x: this device's part of N arrays [N, ...] that `spec` splits, but not in the first dimension; `run` keeps shapes and
     treats each of the N by itself. The devices that hold parts of the same arrays share these out: each sends its parts
-    and gets whole arrays, N / devices of them, and the results go back. Where that communicates more than one gather of
-    everything (N is 1, or odd on two devices), all gather, and all compute everything."""
+    and gets whole arrays, N / devices of them, and the results go back. A single array is gathered, and all compute it."""
     part, axes = x.shape[1:], [*spec[1:], *[None] * x.ndim][: x.ndim - 1]
     ways = [lax.axis_size(a) if a else 1 for a in axes]
     names = tuple(name for a in axes if a for name in ((a,) if isinstance(a, str) else a))
@@ -178,7 +177,7 @@ def on_whole(run: Callable[[jax.Array], jax.Array], x: jax.Array, spec: Partitio
         x = x.reshape(-1, *(n for pair in zip(ways, part) for n in pair))
         return x.transpose(np.argsort(order)).reshape(devices, -1, *part)
 
-    if 2 * share > len(x):
+    if len(x) == 1:
         return cut(run(join(lax.all_gather(x, names))))[lax.axis_index(names)]
     exchange = lambda parts: lax.all_to_all(parts, names, 0, 0)
     parts = exchange(pad(x, (devices * share, *part)).reshape(devices, share, *part))

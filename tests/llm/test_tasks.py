@@ -259,6 +259,24 @@ def test_two_processes_score_as_one(folder, tmp_path, monkeypatch):
     assert not list(one.rglob("*.journal")) and sorted(two.rglob("*")) == untouched
 
 
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (("--step=3", "--step=5"), "has another command than process 0: --step=5 and --step=3"),
+        (("", "--tasks=file:mine.jsonl"), "has another command than process 0: --step=-1 --tasks=True and --step=-1"),
+    ],
+)
+def test_processes_with_different_flags_are_refused(flags, sentence, folder, tmp_path):
+    """Else each would hold layers of another checkpoint, or all would wait for ever."""
+    commands = [
+        [*part, *filter(None, [own])]
+        for part, own in zip(job(2, "evaluate", f"--workdir={folder}", "--config.mesh.pipe=2"), flags)
+    ]
+    with running(commands, tmp_path / "logs") as children:
+        ended = children.wait()
+    assert [e.code for e in ended] == [2, 2] and all(sentence in e.err for e in ended), children.output()
+
+
 @pytest.mark.smoke
 def test_processes_with_different_tasks_are_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("parallel.distributed.gather", lambda value: [value, "of another file"])
@@ -286,7 +304,7 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "arguments", [["--limit=3"], ["--tasks_dir=x"], ["--tasks=file:none", "--limit=-1"], ["--tasks=file:none"]]
+    "arguments", [["--limit=3"], ["--tasks_dir=x"], ["--tasks=file:none", "--limit=-1"], ["--tasks=file:none"], ["--tasks=,"]]
 )
 def test_wrong_flags_are_refused(folder, capsys, monkeypatch, arguments):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
