@@ -105,7 +105,7 @@ def test_value_and_gradients_are_those_of_the_dense_loss(vocab, pipe, tensor, z_
     """The last case has ranks with padding only."""
     value, dh, dw, logp, logits = by_pipe(vocab, z_loss, dict(pipe=pipe, tensor=tensor))
     want = dense(vocab, z_loss)
-    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
     np.testing.assert_allclose(dh, want[1], rtol=1e-5, atol=1e-6)
     assert dw.shape[0] == -(-vocab // (pipe * tensor)) * pipe * tensor
     np.testing.assert_allclose(dw[:vocab], want[2], rtol=1e-5, atol=1e-6)
@@ -153,7 +153,7 @@ def test_statistics_stay_in_fp32_under_bf16():
 def test_chunks_give_what_all_tokens_give_at_once(objective, softcap, sizes, chunk):
     value, dh, dw, logp, _ = by_pipe(101, Z_LOSS, sizes, softcap=softcap, objective=objective, chunk=chunk)
     want = dense(101, Z_LOSS, 1.0, softcap, objective)
-    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
     np.testing.assert_allclose(dh, want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dw[:101], want[2], rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(logp, want[3], rtol=1e-5, atol=1e-6)
