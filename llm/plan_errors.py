@@ -336,9 +336,10 @@ def render(table: list[dict], reasons: dict[str, int]) -> str:
     text.append(
         "Memory of the fullest GPU: rows that print it, its MAPE, and the share of them not more than 2 % under, percent."
     )
-    values = {(entry["suite"], key): entry.get(key) for entry in table for _, key, _ in AIMS}
-    reached = [(name, key, values.get((name, key)), most) for name, key, most in AIMS]
-    text += [f"{name}: {key} {value:.2f} % ({_aim(value, most)})" for name, key, value, most in reached if value is not None]
+    by_suite = {entry["suite"]: entry for entry in table}
+    for suite, key, most in AIMS:
+        if (value := by_suite.get(suite, {}).get(key)) is not None:
+            text.append(f"{suite}: {key} {value:.2f} % ({_aim(value, most)})")
     text += [f"Refused {count}: {reason}" for reason, count in sorted(reasons.items(), key=lambda r: -r[1])]
     return "\n".join(text)
 

@@ -37,7 +37,7 @@ def preflight(
     keep, from the command line. gb_per_s: bandwidth of the
     axis's collective, 10^9 bytes/s that each device sends. Raises ConnectionError when the processes do not meet."""
     workdir = Path(workdir)
-    own = dict(versions=_versions(), code=_codedigest(), configuration=identity(config))
+    own = dict(versions=_versions(), code=_code_digest(), configuration=identity(config))
     own |= dict(data=_data(config, workdir), folder=_folder(workdir, job))
     if job:
         distributed.meet_others(job, limit, own)
@@ -85,7 +85,7 @@ def _versions() -> dict[str, str]:
     return found | ({"nvidia driver": driver.read_text().splitlines()[0]} if driver.is_file() else {})
 
 
-def _codedigest() -> str:
+def _code_digest() -> str:
     files = sorted(path for folder in ("llm", "parallel") for path in (ROOT / folder).rglob("*.py"))
     return digest([[str(path.relative_to(ROOT)), path.read_text()] for path in files])
 
