@@ -21,6 +21,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def main(*arguments: str) -> subprocess.CompletedProcess:
+    """One command of main.py, until it ends."""
+    return subprocess.run([sys.executable, "main.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
 @dataclass
 class Ended:
     """A process that has ended."""
